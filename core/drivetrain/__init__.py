@@ -100,6 +100,7 @@ if TYPE_CHECKING:
         TemperatureSchedule,
     )
     from drivetrain.types.sampling_mask import SamplingMask
+    from drivetrain.types.token_scores import TokenScores
     from drivetrain.types.weights import (
         BroadcastSource,
         CommunicatorSpec,
@@ -107,6 +108,7 @@ if TYPE_CHECKING:
         DiskSource,
         InProcessSource,
         LoraSource,
+        LoraTensors,
         PluginSource,
         ShardsSource,
         SharedMemorySource,
@@ -229,6 +231,7 @@ _EXPORTS = {
     ),
     "types.routed_experts": ("RoutedExperts",),
     "types.sampling_mask": ("SamplingMask",),
+    "types.token_scores": ("TokenScores",),
     "types.weights": (
         "BroadcastSource",
         "CommunicatorSpec",
@@ -236,6 +239,7 @@ _EXPORTS = {
         "DiskSource",
         "InProcessSource",
         "LoraSource",
+        "LoraTensors",
         "PluginSource",
         "SharedMemorySource",
         "ShardsSource",
@@ -298,6 +302,7 @@ __all__ = [
     "LogitProcessor",
     "LogprobsMode",
     "LoraSource",
+    "LoraTensors",
     "MediaInput",
     "MediaLimits",
     "MemberLost",
@@ -330,6 +335,7 @@ __all__ = [
     "TlsError",
     "TokenDelta",
     "TokenPrompt",
+    "TokenScores",
     "TooManyAdapters",
     "TopLogprobs",
     "TrainerRankLost",

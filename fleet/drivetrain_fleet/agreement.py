@@ -14,7 +14,12 @@ from drivetrain.types.capability import Capability
 from drivetrain.types.config import EngineConfig, Isolation, Timeouts
 from drivetrain.types.weights import TensorSpec, WeightManifest
 
-_UNCLAIMED: Final = frozenset({Capability.PROFILE})  # each engine would write a trace of its own
+_UNCLAIMED: Final = frozenset(
+    {
+        Capability.PROFILE,  # each engine would write a trace of its own
+        Capability.WEIGHTS_LORA_TENSORS,  # an engine that joins later needs the adapter's folder
+    }
+)
 """Capabilities that a fleet does not have, whatever its engines have."""
 _AT_ENGINE: Final = frozenset({Capability.STREAMING, Capability.ABORT})
 """Capabilities without which the engine page cannot look for stops on text itself."""

@@ -62,12 +62,13 @@ class FleetRequests(RequestsInFlight):
 class FleetAdapters(Adapters):
     """Lets each engine replace an adapter, which it does beside the old one and under the same name."""
 
-    async def update(self, request: WeightUpdateRequest, source: LoraSource) -> None:
+    async def update(self, request: WeightUpdateRequest, name: str) -> None:
         assert isinstance(self.backend, FleetBackend)
-        async with self._replacing(request, source) as old, self._without_users(request, source.lora_name):
+        async with self._replacing(request, name) as old, self._without_users(request, name):
             pinned = old is not None and old.pinned
-            await self.backend.update_adapter(request, source, pinned)
-            self._serve(request.version, source.lora_name, LoadedLora(source.lora_name, pinned))
+            assert isinstance(request.source, LoraSource)  # a fleet takes adapters from folders, which it keeps
+            await self.backend.update_adapter(request, request.source, pinned)
+            self._serve(request.version, name, LoadedLora(name, pinned))
 
 
 __all__ = ["FleetAdapters", "FleetGeneration", "FleetRequests"]

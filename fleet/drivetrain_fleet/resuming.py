@@ -33,6 +33,7 @@ def not_resumable(request: GenerateRequest, *, counted: bool) -> tuple[str, ...]
         "return_routed_experts": params.return_routed_experts,
         "return_prompt_routed_experts": params.return_prompt_routed_experts,
         "media": bool(request.media),
+        "scoring": request.scoring is not None,
     }
     return tuple(field for field, is_set in set_fields.items() if is_set)
 

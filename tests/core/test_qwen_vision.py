@@ -41,7 +41,7 @@ from drivetrain.backend.base import Backend, GenerateRequest
 from drivetrain.engine.validation import check_media
 from drivetrain.errors import EngineInternalError
 from drivetrain.media import qwen_vision
-from drivetrain.media.qwen_vision import Patches, VisionReader, vision_capabilities
+from drivetrain.media.qwen_vision import IMAGE_MODELS, Patches, VisionReader, vision_capabilities
 from drivetrain.media.video_frames import Bounds
 from drivetrain.testing import VISION_ARCHITECTURES, tiny_model
 from drivetrain_sglang import translate
@@ -66,7 +66,7 @@ def image(width: int, height: int, value: int = 0) -> ImageInput:
     return ImageInput.from_pil(Image.new("RGB", (width, height), (value, value, value)))
 
 
-@pytest.mark.parametrize("architecture", VISION_ARCHITECTURES)
+@pytest.mark.parametrize("architecture", sorted(IMAGE_MODELS))
 def test_images_are_claimed_for_models_that_take_them(architecture: str, tmp_path: Path) -> None:
     model = tiny_model(architecture)
     for backend, device in itertools.product(BACKENDS, ("cpu", "cuda")):
@@ -79,7 +79,7 @@ def test_images_are_claimed_for_models_that_take_them(architecture: str, tmp_pat
 @pytest.mark.parametrize(
     ("installed", "claimed"), [({"av", "torchvision"}, True), ({"av"}, False), ({"torchvision"}, False)]
 )
-@pytest.mark.parametrize("architecture", VISION_ARCHITECTURES)
+@pytest.mark.parametrize("architecture", sorted(IMAGE_MODELS))
 def test_videos_are_claimed_where_they_can_be_read(
     architecture: str, installed: set[str], claimed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

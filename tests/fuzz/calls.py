@@ -158,7 +158,13 @@ def calls(engine: InferenceEngine, draw: Draw, sessions: list[str]) -> dict[str,
         "generate_with_session": lambda: engine.generate_with_session(
             of(*sessions), draw.prompts(), draw.params(), **some(turn=of("continue"), parent_request_id=of("r"))
         ),
-        "compute_logprobs": lambda: engine.compute_logprobs(of([[1, 2, 3]]), **some(top_k=of(2)), **timed()),
+        "compute_logprobs": lambda: engine.compute_logprobs(
+            of([[1, 2, 3]]),
+            **some(
+                top_k=of(2), at=of([[[1, 2]] * 3], [[[3]]]), temperature=of(0.5), last_n=of(1, [3]), lora=of("missing")
+            ),
+            **timed(),
+        ),
         "chat_completion": lambda: engine.chat_completion(draw.payload("messages"), **timed()),
         "chat_completion_stream": lambda: _read(engine.chat_completion_stream(draw.payload("messages"))),
         "completion": lambda: engine.completion(draw.payload("prompt"), **timed()),
@@ -204,7 +210,9 @@ def calls(engine: InferenceEngine, draw: Draw, sessions: list[str]) -> dict[str,
         "load_backend": lambda: load_backend(of("transformers", "missing")),
         "ImageInput.from_pil": lambda: ImageInput.from_pil(draw.junk()),
         "LogprobProbe": lambda: LogprobProbe(of([[1, 2]]), of(list), of(0.1)),
-        "LoraSync": lambda: _push(LoraSync(draw.junk(), of(engine), of("a"), **some(adapter=of("default"))), "step-1"),
+        "LoraSync": lambda: _push(
+            LoraSync.connect(draw.junk(), of(engine), of("a"), of("disk"), **some(adapter=of("default"))), "step-1"
+        ),
         "WeightSync": lambda: _push(
             WeightSync.connect(
                 of({}, {"lm_head.weight": torch.zeros(1)}, [("a", torch.zeros(1))], [("a", draw.junk())]),

@@ -7,6 +7,7 @@ import math
 
 import msgspec
 import pytest
+from pydantic import JsonValue
 
 from drivetrain import (
     AudioInput,
@@ -23,6 +24,7 @@ from drivetrain import (
     InProcessSource,
     JsonSchema,
     LogprobsMode,
+    LoraTensors,
     MemoryTag,
     ModelInfo,
     PauseMode,
@@ -47,6 +49,7 @@ from drivetrain.process.rpc_methods import METHODS
 from drivetrain.types.routed_experts import RoutedExperts
 from drivetrain.types.sampling import ActionMask, TemperatureSchedule
 from drivetrain.types.sampling_mask import SamplingMask
+from drivetrain.types.token_scores import Scoring, TokenScores
 from drivetrain.types.weights import (
     AbortUpdate,
     ApplyUpdate,
@@ -94,6 +97,7 @@ REQUEST = GenerateRequest(
     lora="a",
     priority=-3,
     media=(ImageInput(data=b"\0\xff"), VideoInput(url="http://a"), AudioInput(path="/a")),
+    scoring=Scoring(2, 0.5, 1, 1, b"\0\xff\x80\1" * 2),
 )
 RESULT = GenerateResult(
     [1, 2],
@@ -110,7 +114,9 @@ RESULT = GenerateResult(
     routed_experts=RoutedExperts.of([[[1, 2], [3, 400]]]),
     prompt_routed_experts=RoutedExperts.of([[[1, 2], [3, 4]]] * 3),
     sampling_mask=SamplingMask.of(40, [range(40), range(1, 20)]),
+    scores=TokenScores(2, 0.5, b"\0" * 8, 1, b"\xff" * 8, 1, b"\1" * 8, b"\2" * 8),
 )
+LORA: dict[str, JsonValue] = {"r": 2, "lora_alpha": 1.5, "target_modules": ["x"], "use_rslora": True, "bias": None}
 UPDATES = [
     WeightUpdateRequest(version="v2", source=InProcessSource(key="k"), plan=PLAN, digests={SPEC.name: 2**64 - 1}),
     WeightUpdateRequest(version="v2", source=DiskSource(path="/w"), mode=PauseMode.ABORT, keep_prefix_cache=True),
@@ -181,6 +187,9 @@ ARGUMENTS: dict[str, list[tuple[object, ...]]] = {
     "save_sharded": [("/a",)],
     "save_remote": [("s3://a",)],
     "load_lora_adapter": [("a", "/a", True)],
+    "load_lora_tensors": [
+        ("a", UPDATES[0].model_copy(update={"lora": LoraTensors(lora_name="b", config=LORA)}), True),
+    ],
     "unload_lora_adapter": [("a",)],
     "embed": [([[1, 2], []], None), ([], 64)],
     "reward_score": [([[1, 2]],)],

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from drivetrain import InferenceEngine, SamplingParams, TokenPrompt
@@ -258,6 +261,52 @@ async def test_ids_in_ids_out(client: httpx.AsyncClient, engine: InferenceEngine
     assert [one["logprob"] for one in content] == pytest.approx(expected.logprobs, abs=1e-4)
     pieces = await events(client, "/inference/v1/generate", token_ids=PROMPTS[0], sampling_params=params)
     assert [i for one in pieces for i in one["choices"][0]["token_ids"]] == expected.token_ids
+
+
+async def test_given_ids_are_scored_at_the_prompts_tokens(client: httpx.AsyncClient, engine: InferenceEngine) -> None:
+    prompt, ids = [5, 9, 7, 60, 61], [[1, 2, -1], [3, 3, 4]]
+    params = {"max_tokens": 1, "prompt_logprob_token_ids": ids, "prompt_logprob_start": 2}
+    body = await answer(client, "/inference/v1/generate", token_ids=prompt, sampling_params=params)
+    found = np.load(io.BytesIO(base64.b64decode(body["prompt_token_id_logprobs"])), allow_pickle=False)
+    (scored,) = (await engine.compute_logprobs([prompt], at=[np.maximum(ids, 0)], last_n=2)).completions
+    assert scored.scores is not None
+    expected = scored.scores.at_logprobs.copy()
+    expected[0, 2] = -np.inf
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    assert found.dtype == np.float32
+    assert len(body["choices"][0]["token_ids"]) == 1
+    plain = await answer(client, "/inference/v1/generate", token_ids=prompt, sampling_params={"max_tokens": 1})
+    assert plain["prompt_token_id_logprobs"] is None
+
+
+@pytest.mark.parametrize(
+    ("ids", "more"),
+    [
+        ([[1], [2]], {}),
+        ([[1], [2], [3]], {"prompt_logprob_start": 1}),
+        ([[1], [2], [3, 4]], {}),
+        ([[], [], []], {}),
+        ([[1], [2], [-2]], {}),
+        ([[1], [2], [260]], {}),
+        ([[1], [2], [0.5]], {}),
+        ([[1], [2], ["a"]], {}),
+        ("ids", {}),
+        (None, {"prompt_logprob_start": 0}),
+        ([[1], [2], [3]], {"prompt_logprob_start": -1}),
+        ([[1], [2], [3]], {"prompt_logprob_start": True}),
+    ],
+)
+async def test_wrong_ids_to_score_are_refused(client: httpx.AsyncClient, ids: object, more: dict[str, object]) -> None:
+    params = {"max_tokens": 1, "prompt_logprob_token_ids": ids, **more}
+    response = await client.post("/inference/v1/generate", json={"token_ids": [5, 6, 7, 8], "sampling_params": params})
+    assert response.status_code == 400
+    assert "prompt_logprob_" in response.json()["error"]["message"]
+
+
+async def test_streams_score_no_ids(client: httpx.AsyncClient) -> None:
+    params = {"max_tokens": 1, "prompt_logprob_token_ids": [[1]]}
+    body = {"token_ids": [5, 6], "sampling_params": params, "stream": True}
+    assert (await client.post("/inference/v1/generate", json=body)).status_code == 400
 
 
 async def test_without_max_tokens_it_goes_up_to_the_context(client: httpx.AsyncClient, engine: InferenceEngine) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -23,7 +24,9 @@ from drivetrain import (
 from drivetrain.errors import EngineInternalError, EngineOutOfMemory
 from drivetrain.types.routed_experts import RoutedExperts
 from drivetrain.types.sampling_mask import SamplingMask
+from drivetrain.types.token_scores import Scoring
 from drivetrain_sampling.packed_masks import pack
+from drivetrain_sampling.scores import ScoredPrompt
 from drivetrain_sglang import translate
 from drivetrain_sglang.errors import as_engine_error
 
@@ -83,6 +86,35 @@ def test_prompt_logprobs_begin_at_the_first_token() -> None:
     assert "return_logprob" not in translate.request_fields(request(), "rid", "k", stream=True)
 
 
+def scoring_request(tokens: int, last_n: int) -> GenerateRequest:
+    asked = request(SamplingParams(max_new_tokens=0))
+    return replace(asked, prompt_token_ids=list(range(tokens)), max_new_tokens=0, scoring=Scoring(last_n, 0.5))
+
+
+@pytest.mark.parametrize(("tokens", "last_n", "start"), [(9, 3, 5), (9, 8, 0), (9, 9, 0), (2, 1, 0), (1, 1, None)])
+def test_input_logprobs_begin_before_the_first_scored_position(tokens: int, last_n: int, start: int | None) -> None:
+    fields = translate.request_fields(scoring_request(tokens, last_n), "rid", "k", stream=False)
+    assert fields.get("logprob_start_len") == start
+    assert translate.SCORING in fields["sampling_params"]["custom_params"]  # type: ignore[index]
+
+
+def test_scores_come_whole() -> None:
+    asked, prompt = scoring_request(2, 1), ScoredPrompt(Scoring(1, 0.5), [0, 1])
+    part = prompt.part(0, torch.zeros(2, 4))
+    assert part is not None
+    prompt.add(part)
+    collected = translate.Collected(asked)
+    collected.add(
+        {"output_ids": [], "meta_info": {translate.SCORES: [prompt.packed()], "finish_reason": {"type": "length"}}}
+    )
+    scores = collected.result("v").scores
+    assert scores is not None
+    assert scores.token_logprobs.tolist() == pytest.approx([math.log(0.25)])
+    alone = translate.Collected(scoring_request(1, 1))
+    alone.add({"output_ids": [], "meta_info": {"finish_reason": {"type": "length"}}})
+    assert alone.result("v").scores is not None, "one token alone has no position to score"
+
+
 def test_chunks_make_a_result() -> None:
     collected = translate.Collected(request(SamplingParams(logprobs=1)))
     first = {"output_token_logprobs": [(-0.5, 4, None)], "output_top_logprobs": [[(-0.1, 6, None), (-0.5, 4, None)]]}
@@ -102,6 +134,15 @@ def test_chunks_make_a_result() -> None:
     assert (result.finish_reason, result.matched_stop) == (FinishReason.STOP, 9)
     assert result.weight_versions == [VersionSpan("a", 0, 1), VersionSpan("b", 1, 2)]
     assert result.cached_tokens == 2
+
+
+def test_a_chunk_brings_the_hidden_states_of_all_tokens_so_far() -> None:
+    collected = translate.Collected(request(SamplingParams(return_hidden_states=True)))
+    of_prompt = [[0.0, 0.5], [1.0, 1.5]]
+    collected.add({"output_ids": [4], "meta_info": {"hidden_states": [of_prompt]}})
+    last = {"hidden_states": [of_prompt, [2.0, 2.5]], "finish_reason": {"type": "length"}}
+    collected.add({"output_ids": [5], "meta_info": last})
+    assert collected.result("v").hidden_states == [[1.0, 1.5], [2.0, 2.5]]
 
 
 def test_a_release_without_labels_labels_the_whole() -> None:
@@ -205,4 +246,4 @@ def test_requests_hold_nothing_that_is_not_translated() -> None:
     known = {"request_id", "prompt_token_ids", "params", "max_new_tokens", "stop_token_ids", "logprobs_mode", "seed"}
     of_the_page = {"weight_version"}
     fields = {field.name for field in dataclasses.fields(GenerateRequest)}
-    assert fields == known | {"lora", "priority", "media", "resumed_tokens"} | of_the_page
+    assert fields == known | {"lora", "priority", "media", "resumed_tokens", "scoring"} | of_the_page

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+import threading
+import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -29,7 +33,8 @@ from drivetrain import (
 )
 from drivetrain.testing import tiny_model
 from drivetrain_transformers.lora import _shapes
-from drivetrain_weight_sync import LoraSync, WeightSync
+from drivetrain_weight_sync import AdapterTensors, LoraSync, WeightSync
+from drivetrain_weight_sync.receiver import received_adapters
 from engines import OpenEngine
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -182,15 +187,21 @@ async def test_the_base_can_be_updated_beneath_an_adapter(
         assert output.completions[0].weight_version == "step-1"
 
 
+def tensors_of(folder: Path) -> AdapterTensors:
+    config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    return AdapterTensors(config, load_file(folder / "adapter_model.safetensors"))
+
+
+@pytest.mark.parametrize("strategy", ["auto", "shared_memory", "broadcast", "disk"])
 async def test_a_trainer_pushes_its_adapter_after_every_step(
-    open_engine: OpenEngine, model: Path, tmp_path: Path
+    open_engine: OpenEngine, model: Path, tmp_path: Path, strategy: str
 ) -> None:
     policy = get_peft_model(AutoModelForCausalLM.from_pretrained(model), LoraConfig(r=4, target_modules=["q_proj"]))
     greedy = SamplingParams(max_new_tokens=8, temperature=0)
     lora_b = next(p for name, p in policy.named_parameters() if "lora_B" in name)
     async with open_engine(enable_lora=True, max_loras=1) as engine:
         base = await engine.generate("x", greedy)
-        async with LoraSync(policy, engine, directory=tmp_path) as sync:
+        async with LoraSync.connect(policy, engine, strategy=strategy, directory=tmp_path) as sync:
             for step in range(3):
                 with torch.no_grad():
                     lora_b.copy_(torch.randn(lora_b.shape, generator=torch.Generator().manual_seed(step)))
@@ -198,7 +209,7 @@ async def test_a_trainer_pushes_its_adapter_after_every_step(
                 assert result.version == engine.get_weight_version() == f"step-{step}"
                 assert result.tensors > 0
                 assert 0 < result.update_seconds < result.total_seconds
-                assert len(folders_in(tmp_path)) == 1
+                assert len(folders_in(tmp_path)) == (strategy == "disk")
                 output = await engine.generate("x", PARAMS, lora="policy")
                 assert_made_by(policy.eval(), output.completions[0])  # type: ignore[arg-type]
                 assert (await engine.generate("x", greedy)).completions[0].token_ids == base.completions[0].token_ids
@@ -231,14 +242,15 @@ async def test_an_adapter_is_no_update_of_all_weights(open_engine: OpenEngine, a
 async def test_a_model_without_the_adapter_is_refused(model: Path) -> None:
     plain = AutoModelForCausalLM.from_pretrained(model)
     with pytest.raises(InvalidRequest, match="no adapter 'default'; it has: none"):
-        LoraSync(plain, None)  # type: ignore[arg-type]
+        LoraSync.connect(plain, None)  # type: ignore[arg-type]
     policy = get_peft_model(plain, LoraConfig(r=4, target_modules=["q_proj"]))
     with pytest.raises(InvalidRequest, match="no adapter 'critic'; it has: default"):
-        LoraSync(policy, None, adapter="critic")  # type: ignore[arg-type]
+        LoraSync.connect(policy, None, adapter="critic")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("strategy", ["auto", "disk"])
 async def test_a_refused_adapter_changes_nothing_of_the_model(
-    open_engine: OpenEngine, model: Path, tmp_path: Path
+    open_engine: OpenEngine, model: Path, tmp_path: Path, strategy: str
 ) -> None:
     base = AutoModelForCausalLM.from_pretrained(model)
     async with open_engine(enable_lora=True) as engine:
@@ -251,7 +263,7 @@ async def test_a_refused_adapter_changes_nothing_of_the_model(
         for fields in refused:
             own = AutoModelForCausalLM.from_pretrained(model)
             policy = get_peft_model(own, LoraConfig(r=4, target_modules=["q_proj"], **fields))  # type: ignore[arg-type]
-            async with LoraSync(policy, engine, directory=tmp_path) as sync:
+            async with LoraSync.connect(policy, engine, strategy=strategy, directory=tmp_path) as sync:
                 with pytest.raises(InvalidRequest, match=next(iter(fields))):
                     await sync.push(version="v")
         assert_made_by(base.eval(), (await engine.generate("x", PARAMS)).completions[0])
@@ -259,7 +271,10 @@ async def test_a_refused_adapter_changes_nothing_of_the_model(
             await full.push(version="full")
 
 
-async def test_an_adapter_is_computed_as_peft_computes_it(open_engine: OpenEngine, model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["auto", "disk"])
+async def test_an_adapter_is_computed_as_peft_computes_it(
+    open_engine: OpenEngine, model: Path, tmp_path: Path, strategy: str
+) -> None:
     kinds: list[dict[str, object]] = [
         {"use_rslora": True, "lora_bias": True},
         {"rank_pattern": {"layers.0.self_attn.q_proj": 2}, "alpha_pattern": {"layers.1.self_attn.q_proj": 64}},
@@ -281,6 +296,79 @@ async def test_an_adapter_is_computed_as_peft_computes_it(open_engine: OpenEngin
             assert_made_by(policy.eval(), output.completions[0])  # type: ignore[arg-type]
             await engine.unload_lora_adapter("a")
         assert_made_by(oracle.load(model), (await engine.generate("x", PARAMS)).completions[0])
+
+
+@pytest.mark.parametrize("stuck", ["while it is received", "once it is loaded"])
+async def test_a_push_that_reached_its_deadline_leaves_the_old_adapter_and_can_be_repeated(
+    open_engine: OpenEngine, model: Path, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch, stuck: str
+) -> None:
+    async with open_engine(enable_lora=True, max_loras=1, timeouts={"control": 2}, isolation="inline") as engine:
+        backend, next_one_came = engine.parts.backend, threading.Event()
+        load, looked = backend.load_lora_tensors, received_adapters._looked
+        calls = itertools.count()
+
+        async def slow_load(lora_name: str, update: WeightUpdateRequest, pinned: bool) -> None:
+            await load(lora_name, update, pinned)
+            await asyncio.sleep(60)
+
+        def slow_look(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, int], dict[str, str]]:
+            if next(calls) == 0:
+                next_one_came.wait(60)
+            else:  # the first one goes on while the second is received
+                next_one_came.set()
+                time.sleep(0.5)
+            return looked(tensors)
+
+        first, late = tensors_of(adapters["a"]), tensors_of(adapters["b"])
+        async with (
+            LoraSync.connect(first, engine, "a", "in_process") as sync,
+            LoraSync.connect(late, engine, "a", "in_process") as other,
+        ):
+            await sync.push(version="first")
+            with monkeypatch.context() as patch:
+                if stuck == "once it is loaded":
+                    patch.setattr(backend, "load_lora_tensors", slow_load)
+                else:
+                    patch.setattr(received_adapters, "_looked", slow_look)
+                with pytest.raises(DeadlineExceeded):
+                    await other.push(version="late")
+                assert engine.get_weight_version() == "first"
+                output = await engine.generate("x", PARAMS, lora="a")
+                assert_made_by(with_adapter(model, adapters["a"]), output.completions[0])
+                if stuck == "once it is loaded":
+                    patch.undo()
+                await other.push(version="again")
+        output = await engine.generate("x", PARAMS, lora="a")
+        assert_made_by(with_adapter(model, adapters["b"]), output.completions[0])
+        assert len(engine.parts.backend._adapters._loaded) == 1  # type: ignore[attr-defined]
+
+
+async def test_an_unloaded_adapter_frees_its_memory_and_leaves_room_for_the_next(
+    open_engine: OpenEngine, adapters: dict[str, Path]
+) -> None:
+    plain = tensors_of(adapters["a"])
+    doubled = {name: torch.cat([one, one], int("lora_B" in name)) for name, one in plain.tensors.items()}
+    wide = AdapterTensors({**plain.config, "r": 8}, doubled)
+    served = sum(one.nbytes for policy in (plain, wide) for one in policy.tensors.values())
+    async with open_engine(enable_lora=True, isolation="inline") as engine:
+        module = engine.parts.backend._running.model.module  # type: ignore[attr-defined]
+
+        def of_adapters() -> dict[str, int]:
+            return {name: one.nbytes for name, one in module.named_parameters() if "slot-" in name}
+
+        async with (
+            LoraSync.connect(plain, engine, "plain") as sync,
+            LoraSync.connect(wide, engine, "wide") as other,
+        ):
+            for step in range(4):
+                await sync.push(version=f"plain-{step}")
+                await other.push(version=f"wide-{step}")
+                assert sum(of_adapters().values()) == served
+            slots = {name.rpartition("slot-")[2].partition(".")[0] for name in of_adapters()}
+            assert len(slots) == 4, "two are served, and one of each form is free"
+        for name in ("plain", "wide"):
+            await engine.unload_lora_adapter(name)
+        assert sum(of_adapters().values()) == 0
 
 
 async def test_what_reached_its_deadline_can_be_asked_for_again(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +33,7 @@ from drivetrain.errors import (
 )
 from drivetrain.types.routed_experts import RoutedExperts
 from drivetrain.types.sampling_mask import SamplingMask
+from drivetrain.types.token_scores import Scoring
 from drivetrain_sampling import NO_TOKEN, NOT_FINITE
 from drivetrain_sampling.packed_masks import pack
 from drivetrain_vllm import translate
@@ -372,3 +374,20 @@ def test_a_numbered_device_is_the_first_that_vllm_sees(device: str, count: int, 
 def test_a_device_that_is_not_visible_is_refused() -> None:
     with pytest.raises(InvalidConfig, match="cuda:1"):
         translate.visible_devices("cuda:1", 1, ["3"])
+
+
+def test_scores_are_split_into_their_arrays() -> None:
+    ids = np.array([[3, 4]], dtype="<i4")
+    asked = replace(request({"max_new_tokens": 0}, max_new_tokens=0), scoring=Scoring(1, 2.0, 1, 2, ids.tobytes()))
+    collected = translate.Collected(asked)
+    tensors = torch.tensor([[7]], dtype=torch.int32), torch.tensor([[-1.0, -2.0, -3.0, -0.5]]), torch.zeros(1)
+    collected.add(output([5], "length", prompt_logprobs=tensors))
+    result = collected.result("v")
+    assert result.token_ids == []
+    scores = result.scores
+    assert scores is not None
+    assert (scores.token_logprobs.tolist(), scores.at_logprobs.tolist()) == ([-1], [[-2, -3]])
+    assert (scores.top_logprobs.tolist(), scores.top_ids.tolist()) == ([[-0.5]], [[7]])
+    alone = translate.Collected(replace(asked, prompt_token_ids=[1]))
+    alone.add(output([5], "length"))
+    assert alone.result("v").scores is not None, "one token alone has no position to score"

@@ -15,7 +15,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from drivetrain import EngineConfig, InvalidRequest, WeightSyncError, WeightUpdateRequest
+from drivetrain import EngineConfig, InvalidRequest, WeightSyncError, WeightUpdateRequest, create_engine
 from drivetrain.testing import tiny_model
 from drivetrain_weight_sync import LoraSync
 from drivetrain_weight_sync.receiver.adaptable_layers import shapes_in_language_model
@@ -190,16 +190,19 @@ def test_what_is_written_for_an_engine_adds_the_same(tmp_path: Path, kind: dict[
     plain.close()
 
 
-async def test_a_push_of_an_adapter_for_which_there_is_no_room_changes_nothing(tmp_path: Path) -> None:
-    class Engine:
-        async def update_named_weights(self, request: WeightUpdateRequest) -> None:
-            asked.append(request)
+async def test_a_push_of_an_adapter_for_which_there_is_no_room_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def update_named_weights(request: WeightUpdateRequest) -> None:
+        asked.append(request)
 
     asked: list[WeightUpdateRequest] = []
+    engine = create_engine("transformers", model=str(tiny_model("qwen2")), enable_lora=True)
+    monkeypatch.setattr(engine, "update_named_weights", update_named_weights)
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model("qwen2")), LoraConfig(r=4))
     assert isinstance(model, PeftModel)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    async with LoraSync(model, Engine(), directory=tmp_path) as sync:
+    async with LoraSync.connect(model, engine, strategy="disk", directory=tmp_path) as sync:
         for most in (0, 3000):
             resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
             try:
@@ -218,7 +221,7 @@ def test_each_argument_of_lora_sync_is_checked_by_name(field: str, value: object
     model = SimpleNamespace(peft_config={"default": LoraConfig()})
     given = {"model": model, "engine": None, field: value}
     with pytest.raises(InvalidRequest, match=f"{field}=") as caught:
-        LoraSync(**given)  # type: ignore[arg-type]
+        LoraSync.connect(**given)  # type: ignore[arg-type]
     assert caught.value.field == field
 
 

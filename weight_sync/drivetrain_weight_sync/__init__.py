@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from drivetrain_weight_sync.tracing.traced_target import TracedTarget
     from drivetrain_weight_sync.trainer.logprob_probe import LogprobProbe
     from drivetrain_weight_sync.trainer.lora_sync import LoraSync, LoraSyncResult
+    from drivetrain_weight_sync.trainer.pushed_adapter import AdapterTensors
     from drivetrain_weight_sync.trainer.result import WeightSyncResult
     from drivetrain_weight_sync.trainer.source import WeightInput
     from drivetrain_weight_sync.trainer.strategy import Strategy
@@ -44,6 +45,7 @@ _EXPORTS = {
     "tracing.traced_target": ("TracedTarget",),
     "trainer.logprob_probe": ("LogprobProbe",),
     "trainer.lora_sync": ("LoraSync", "LoraSyncResult"),
+    "trainer.pushed_adapter": ("AdapterTensors",),
     "trainer.result": ("WeightSyncResult",),
     "trainer.source": ("WeightInput",),
     "trainer.strategy": ("Strategy",),
@@ -53,6 +55,7 @@ _EXPORTS = {
 }
 
 __all__ = [
+    "AdapterTensors",
     "LogprobProbe",
     "LoraSync",
     "LoraSyncResult",

@@ -38,6 +38,7 @@ from drivetrain.types.capability import Capability
 from drivetrain.types.config import EngineConfig, Task
 from drivetrain.types.modes import PauseMode
 from drivetrain.types.prompts import MediaInput
+from drivetrain.types.weights import WeightUpdateRequest
 from drivetrain_sglang.errors import as_engine_error
 from drivetrain_sglang.in_engine import invite
 from drivetrain_sglang.multimodal_inputs import image_data
@@ -49,6 +50,7 @@ from drivetrain_sglang.translate import (
     Collected,
     RowFailure,
     carries_masks,
+    carries_scores,
     engine_arguments,
     fitting,
     labels_tokens,
@@ -91,6 +93,8 @@ class SGLangBackend(WorkerBackend[Collected]):
         self._adaptable: Sequence[Mapping[str, tuple[int, ...]]] = ()
         """Shapes of the weights that adapters can change, once for each way to name them."""
         self._plain = PlainAdapters(config.max_lora_rank or LORA_RANK, ADAPTED_WITH)
+        self._staged: dict[str, str] = {}
+        """Paths of the adapters that came as tensors, by name."""
         self._expert_shape = (0, 0)
         """Number of MoE layers, and of experts per token."""
         self._vision: VisionReader | None = None
@@ -104,6 +108,8 @@ class SGLangBackend(WorkerBackend[Collected]):
             claimed.add(Capability.SAMPLING_MASK)
         if config.engine_kwargs.get("enable_return_hidden_states"):
             claimed.add(Capability.HIDDEN_STATES)
+        if device_type_of(config) == "cpu" and carries_scores():
+            claimed.add(Capability.SCORE_AT)  # on a GPU, a graph may hold the logits' computation
         if device_type_of(config) != "cpu":
             claimed |= _of_a_gpu(config)
             if not config.enable_sleep or importlib.util.find_spec("torch_memory_saver") is None:
@@ -266,6 +272,19 @@ class SGLangBackend(WorkerBackend[Collected]):
             self._plain.remove(lora_name)
             raise
 
+    async def load_lora_tensors(self, lora_name: str, update: WeightUpdateRequest, pinned: bool) -> None:
+        """Have every worker receive an adapter, then load it."""
+        from sglang.srt.managers.io_struct import LoadLoRAAdapterReqInput
+
+        path = await self.stage_adapter(update, self._plain, self._adaptable)
+        wanted = LoadLoRAAdapterReqInput(lora_name=lora_name, lora_path=path, pinned=pinned)
+        try:
+            _require_success("lora", await self._manager.load_lora_adapter(wanted, None))
+        except BaseException as error:
+            await self.give_up_adapter(path, error)
+            raise
+        self._staged[lora_name] = path
+
     async def unload_lora_adapter(self, lora_name: str) -> None:
         """Unload an adapter."""
         from sglang.srt.managers.io_struct import UnloadLoRAAdapterReqInput
@@ -273,6 +292,8 @@ class SGLangBackend(WorkerBackend[Collected]):
         wanted = UnloadLoRAAdapterReqInput(lora_name=lora_name)
         _require_success("lora_name", await self._manager.unload_lora_adapter(wanted, None))
         self._plain.remove(lora_name)
+        if lora_name in self._staged:
+            await self.drop_adapter(self._staged.pop(lora_name))
 
     # Models that do not generate ---------------------------------------------------------------------------------
 

@@ -28,8 +28,10 @@ from drivetrain.types.config import EngineConfig, Task
 from drivetrain.types.outputs import FinishReason, TopLogprobs
 from drivetrain.types.routed_experts import RoutedExperts
 from drivetrain.types.sampling import EbnfGrammar, JsonSchema, LogprobsMode, RegexGrammar
+from drivetrain.types.token_scores import TokenScores
 from drivetrain_sampling.encoded_params import encode_params
 from drivetrain_sampling.packed_masks import joined
+from drivetrain_sampling.scores import decode_scores, encode_scoring, no_scores
 
 CONFIG_NAMES: Final[Mapping[str, str]] = {
     "revision": "revision",
@@ -80,6 +82,12 @@ KEY: Final = "drivetrain"
 MASK: Final = "drivetrain_mask"
 """Key of ``customized_info``, and then of ``meta_info``, for the ids that each token was drawn from."""
 
+SCORING: Final = "drivetrain_scoring"
+"""Key of ``custom_params`` under which a request carries what to score of its prompt."""
+
+SCORES: Final = "drivetrain_scores"
+"""Key of ``customized_info``, and then of ``meta_info``, for a prompt's scores."""
+
 ROOM: Final = 8
 """Tokens by which SGLang's limits exceed ours: it would truncate a request that fits exactly by one token."""
 
@@ -113,6 +121,14 @@ _ON_A_CPU: Final[Mapping[str, object]] = {
 def carries_masks() -> bool:
     """Return whether the installed SGLang brings what a sampler adds to a token to its client, without importing it."""
     return source_mentions("sglang", "srt/managers/tokenizer_manager.py", "customized_info_accumulated")
+
+
+def carries_scores() -> bool:
+    """Return whether the installed SGLang can return a prompt's scores, without importing it."""
+    streamer = "srt/managers/scheduler_components/output_streamer.py"
+    return source_mentions("sglang", streamer, "def is_request_level_customized_info_key") and source_mentions(
+        "sglang", "srt/layers/logprob_processor.py", "get_logits_fn: Callable"
+    )
 
 
 def labels_tokens() -> bool:
@@ -205,7 +221,7 @@ def sampling_params(request: GenerateRequest, *, deterministic: bool = False) ->
         deterministic: As for :func:`drawn_by_sglang`.
     """
     params = request.params
-    native: dict[str, object] = {
+    native: dict[str, Any] = {
         "max_new_tokens": request.max_new_tokens,
         "stop_token_ids": list(request.stop_token_ids),
         "skip_special_tokens": params.skip_special_tokens,
@@ -227,6 +243,8 @@ def sampling_params(request: GenerateRequest, *, deterministic: bool = False) ->
     else:
         native["temperature"] = 1.0
         native["custom_params"] = {KEY: encode_params(request)}
+    if request.scoring is not None:
+        native["custom_params"] = {**native.get("custom_params", {}), SCORING: encode_scoring(request.scoring)}
     return native
 
 
@@ -305,6 +323,10 @@ def request_fields(
         fields["return_logprob"] = True
         fields["logprob_start_len"] = 0 if wants_prompt else -1
         fields["top_logprobs_num"] = max(params.logprobs or 0, params.prompt_logprobs or 0)
+    scored = 0 if request.scoring is None else request.scoring.scored(len(request.prompt_token_ids))
+    if scored and not wants_prompt:
+        fields["return_logprob"] = True
+        fields["logprob_start_len"] = len(request.prompt_token_ids) - scored - 1
     if params.return_hidden_states:
         fields["return_hidden_states"] = True
     if params.return_routed_experts:
@@ -405,7 +427,8 @@ class Collected(CollectedSample):
                 top = [_top(entries, self.params.logprobs) for entries in meta.get("output_top_logprobs") or ()]
                 top = top[: len(ids)]
         if self.params.return_hidden_states:
-            self._hidden += _hidden_states(meta.get("hidden_states") or ())
+            # Every chunk has the states of all tokens so far.
+            self._hidden = _hidden_states(meta.get("hidden_states") or ()) or self._hidden
         mask = joined((meta.get(MASK) or ())[: len(ids)]) if self.params.return_sampling_mask else None
         return self.extend(ids, logprobs, top, mask)
 
@@ -448,7 +471,18 @@ class Collected(CollectedSample):
             hidden_states=self._hidden[:count] if params.return_hidden_states else None,
             routed_experts=self._experts(count) if params.return_routed_experts else None,
             sampling_mask=self.sampling_mask,
+            scores=self._scores(),
         )
+
+    def _scores(self) -> TokenScores | None:
+        """Return the prompt's scores, if the request asks for them and its prompt was read."""
+        scoring = self.request.scoring
+        if scoring is None:
+            return None
+        if not scoring.scored(len(self.request.prompt_token_ids)):
+            return no_scores(scoring)
+        packed = self._meta.get(SCORES)
+        return decode_scores(packed[0]) if packed else None
 
     def _reported(self) -> list[tuple[str, float]] | None:
         """Return versions and the ends of their tokens, if this SGLang reports them."""

@@ -17,6 +17,7 @@ from drivetrain.backend.base import (
     GenerateRequest,
     GenerateResult,
     ModelInfo,
+    ReadMedium,
     StopKind,
     TokenDelta,
 )
@@ -33,6 +34,7 @@ from drivetrain.errors import DrivetrainError, EngineError, EngineInternalError,
 from drivetrain.types.capability import Capability
 from drivetrain.types.config import EngineConfig, Isolation, Task
 from drivetrain.types.modes import MemoryTag, PauseMode
+from drivetrain.types.prompts import MediaInput
 from drivetrain.types.weights import (
     CommitUpdate,
     CommunicatorSpec,
@@ -42,6 +44,7 @@ from drivetrain.types.weights import (
     WeightMessage,
     WeightReply,
     WeightReport,
+    WeightUpdateRequest,
 )
 from drivetrain_transformers.translate import (
     CONFIG_NAMES,
@@ -51,12 +54,15 @@ from drivetrain_transformers.translate import (
     has_experts,
     has_grammars,
     load_arguments,
+    media_capabilities,
 )
 
 if TYPE_CHECKING:
     from drivetrain_transformers.lora import Adapters
     from drivetrain_transformers.pooling import Pooler
     from drivetrain_transformers.scheduler_thread import SchedulerThread
+    from drivetrain_transformers.sequences import Sink
+    from drivetrain_transformers.vision import Vision
     from drivetrain_transformers.weights import Weights
     from drivetrain_weight_sync import ModelFiles
 
@@ -75,6 +81,7 @@ _ALWAYS = (
         Capability.PROMPT_RANKS,
         Capability.REWARD_SCORE,
         Capability.SAMPLING_MASK,
+        Capability.SCORE_AT,
         Capability.SLEEP_WEIGHTS,
         Capability.SLEEP_KV_CACHE,
         Capability.WEIGHTS_IN_PROCESS,
@@ -106,11 +113,16 @@ class TransformersBackend(Backend):
         super().__init__(config)
         self._runner: SchedulerThread | None = None
         self._weights: Weights | None = None
+        self._vision: Vision | None = None
+        self._preparing: set[str] = set()
+        """Ids of requests whose media are being prepared."""
+        self._aborted: set[str] = set()
+        """Those of them that were aborted meanwhile."""
 
     @classmethod
     def capabilities(cls, config: EngineConfig) -> frozenset[Capability]:
         """Return the backend's capabilities; weights can be kept during sleep only on a device other than the CPU."""
-        claimed = set(_ALWAYS)
+        claimed = set(_ALWAYS) | media_capabilities(config)
         if config.task is Task.GENERATE and has_experts(config):
             claimed |= {Capability.ROUTED_EXPERTS, Capability.PROMPT_ROUTED_EXPERTS}
         if config.enable_prefix_caching:
@@ -131,7 +143,7 @@ class TransformersBackend(Backend):
                     "run there: pip install 'drivetrain[lora]'",
                     capability=Capability.LORA.value,
                 )
-            claimed |= {Capability.LORA, Capability.WEIGHTS_LORA}
+            claimed |= {Capability.LORA, Capability.WEIGHTS_LORA, Capability.WEIGHTS_LORA_TENSORS}
         if importlib.util.find_spec("fsspec") is not None:
             claimed.add(Capability.SAVE_REMOTE)
         return frozenset(claimed)
@@ -170,6 +182,11 @@ class TransformersBackend(Backend):
 
         with ThreadPoolExecutor(1, thread_name_prefix="drivetrain-transformers-load") as pool:
             runner, self._weights = await loop.run_in_executor(pool, load, stage)
+        if Capability.IMAGES in self.capabilities(self.config):
+            from drivetrain_transformers.vision import Vision
+
+            self._vision = Vision(self.config, runner.model)
+            await self._vision.check()
         runner.start()
         self._runner = runner
         return runner.model.info
@@ -177,7 +194,7 @@ class TransformersBackend(Backend):
     async def close(self) -> None:
         """Stop the thread and free the model."""
         runner, weights = self._runner, self._weights
-        self._runner = self._weights = None
+        self._runner = self._weights = self._vision = None
 
         seconds = self.config.timeouts.close
 
@@ -226,7 +243,7 @@ class TransformersBackend(Backend):
             elif isinstance(item, GenerateResult):
                 result.set_result(item)
 
-        runner.submit(request, deliver)
+        await self._submit(request, deliver)
         try:
             return await result
         except asyncio.CancelledError:
@@ -237,7 +254,7 @@ class TransformersBackend(Backend):
         """Generate one sample, yielding a delta per step."""
         runner = self._running
         deltas: asyncio.Queue[GenerateResult | TokenDelta | DrivetrainError] = asyncio.Queue()
-        runner.submit(request, deltas.put_nowait, streamed=True)
+        await self._submit(request, deltas.put_nowait, streamed=True)
         ended = False
         try:
             while not ended:
@@ -253,8 +270,30 @@ class TransformersBackend(Backend):
             if not ended:
                 runner.abort([request.request_id])
 
+    async def _submit(self, request: GenerateRequest, deliver: Sink, *, streamed: bool = False) -> None:
+        """Hand a request to the scheduler, with its media."""
+        runner = self._running
+        if self._vision is None or not request.media:
+            runner.submit(request, deliver, streamed=streamed)
+            return
+        self._preparing.add(request.request_id)
+        try:
+            runner.submit(request, deliver, streamed=streamed, media=await self._vision.of(request))
+            if request.request_id in self._aborted:
+                runner.abort([request.request_id])
+        finally:
+            self._preparing.discard(request.request_id)
+            self._aborted.discard(request.request_id)
+
+    async def read_media(self, media: tuple[MediaInput, ...]) -> list[ReadMedium]:
+        """Fetch and decode images and videos."""
+        if self._vision is None:
+            raise self._unsupported(Capability.IMAGES)
+        return await self._vision.read(media)
+
     async def abort(self, request_ids: list[str]) -> None:
         """End requests, whether running, waiting or frozen."""
+        self._aborted.update(self._preparing.intersection(request_ids))
         self._running.abort(request_ids)
 
     # Pause and memory --------------------------------------------------------------------------------------------
@@ -355,9 +394,35 @@ class TransformersBackend(Backend):
 
     async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool) -> None:
         """Load an adapter; none is ever evicted, so each one is pinned."""
+        from drivetrain_weight_sync.receiver.lora_adapters import adapter_in
+
         adapters = self._adapters
-        adapter = await asyncio.to_thread(adapters.read, lora_path)
+        adapter = await asyncio.to_thread(lambda: adapters.check(adapter_in(lora_path)))
         await self._running.call(lambda: adapters.load(lora_name, adapter))
+
+    async def load_lora_tensors(self, lora_name: str, update: WeightUpdateRequest, pinned: bool) -> None:
+        """Receive an adapter in a separate thread, and load it between two steps of the batch."""
+        from drivetrain_weight_sync.receiver.received_adapters import receiving
+
+        adapters, runner, groups = self._adapters, self._running, self._received.groups
+        loop, is_wanted = asyncio.get_running_loop(), True
+
+        def receive() -> None:
+            with receiving(update, groups) as given:
+                adapter = adapters.check(given)
+
+                def load() -> None:
+                    if is_wanted:
+                        adapters.load(lora_name, adapter)
+
+                # Waiting here keeps the tensors until they were copied, even if the caller has given up.
+                asyncio.run_coroutine_threadsafe(runner.call(load), loop).result()
+
+        try:
+            await asyncio.to_thread(receive)
+        except asyncio.CancelledError:
+            is_wanted = False  # the thread may still be receiving, and another push may come before it is done
+            raise
 
     async def unload_lora_adapter(self, lora_name: str) -> None:
         """Unload an adapter."""

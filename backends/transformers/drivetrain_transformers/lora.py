@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import torch
 from torch import nn
@@ -13,16 +14,44 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from drivetrain.errors import InvalidRequest
-from drivetrain_weight_sync.receiver.lora_adapters import LoraAdapter, LoraModule, read_adapter
+from drivetrain_transformers.adapter_names import AdapterNames
+from drivetrain_weight_sync.receiver.lora_adapters import (
+    GivenAdapter,
+    LoraAdapter,
+    LoraModule,
+    check_adapter,
+    named_alike,
+)
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
+
+_D = TypeVar("_D", nn.ModuleDict, nn.ParameterDict)
 
 NO_ADAPTER = "__base__"
 """peft's own name for a row that uses no adapter."""
 
 _HONOURED: Final = frozenset({"lora_bias", "fan_in_fan_out"})
 """Fields of ``adapter_config.json`` that peft applies per row, beyond those of plain LoRA."""
+_OF_PEFT: Final = (ValueError, RuntimeError, KeyError, TypeError, AttributeError, NotImplementedError)
+"""Exceptions by which peft says that it cannot adapt a layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """Parameters that peft made for one adapter. Making them takes peft seconds in a deep model; they are reused."""
+
+    name: str
+    """peft's name for the adapter in the slot."""
+    form: Hashable
+    """Form of the adapters that fit."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    slot: _Slot
+    number: int
+    """Unique for each adapter ever loaded."""
 
 
 class Adapters:
@@ -36,20 +65,26 @@ class Adapters:
     def __init__(self, module: PreTrainedModel, *, largest_rank: int | None) -> None:
         self._module = module
         self._largest_rank = largest_rank
-        self._loaded: dict[str, int] = {}
+        self._loaded: dict[str, _Loaded] = {}
         self._loads = 0
+        self._free: list[_Slot] = []
+        """Slots without an adapter."""
+        self._slots = 0
         self._rows: list[str] = []
         self._tokens_per_row = 1
         self._hooked: set[nn.Module] = set()
-        self._shapes = _shapes(module)
+        self._names = AdapterNames.of(module, _shapes(module))
 
-    def read(self, path: str) -> LoraAdapter:
-        """Read an adapter from a peft folder. Safe from any thread while the weights do not change.
+    def check(self, given: GivenAdapter) -> LoraAdapter:
+        """Check an adapter. Safe from any thread while the weights do not change.
 
         Raises:
-            InvalidRequest: its rank is too large, or the folder holds no LoRA adapter of this model.
+            InvalidRequest: its rank is too large, or it is no LoRA adapter of this model.
         """
-        return read_adapter(path, self._largest_rank, self._shapes, honours=_HONOURED, base=self._weight)
+        shapes = named_alike(given.tensors, self._names.namings)
+        return self._names.renamed(
+            check_adapter(given, self._largest_rank, shapes, honours=_HONOURED, base=self._weight)
+        )
 
     def load(self, name: str, adapter: LoraAdapter) -> None:
         """Add an adapter to the model.
@@ -57,10 +92,38 @@ class Adapters:
         Raises:
             InvalidRequest: the name is taken, or peft cannot adapt one of the layers.
         """
-        from peft import LoraConfig, inject_adapter_in_model
-
         if name in self._loaded:
             raise InvalidRequest(f"lora_name={name!r} is loaded already; unload it first", field="lora_name")
+        form, wrapped = _form(adapter), set(self._wrapped())
+        slot = next((slot for slot in self._free if slot.form == form), None) or self._new_slot(form)
+        try:
+            if slot in self._free:
+                self._free.remove(slot)
+            else:
+                self._inject(adapter, slot)
+            for module, own in adapter.modules.items():
+                _fill(self._module.get_submodule(module), slot.name, own)
+        except BaseException as error:
+            self._remove(slot.name)
+            self._unwrap(set(self._wrapped()) - wrapped)
+            if not isinstance(error, _OF_PEFT):
+                raise
+            given = adapter.given
+            raise InvalidRequest(f"peft cannot load {given.where}: {error}", field=given.field) from error
+        self._loads += 1
+        self._loaded[name] = _Loaded(slot, self._loads)
+
+    def _new_slot(self, form: Hashable) -> _Slot:
+        """Name a new slot; remove free ones of other forms until no more are free than are in use."""
+        while len(self._free) > len(self._loaded):
+            self._remove(self._free.pop(0).name)
+        self._slots += 1
+        return _Slot(f"slot-{self._slots}", form)
+
+    def _inject(self, adapter: LoraAdapter, slot: _Slot) -> None:
+        """Have peft add parameters without values to the adapter's layers."""
+        from peft import LoraConfig, inject_adapter_in_model
+
         ranks: dict[int, list[str]] = {}
         alphas: dict[float, list[str]] = {}
         for module, own in adapter.modules.items():
@@ -74,37 +137,30 @@ class Adapters:
             lora_bias=adapter.has_bias,
             inference_mode=True,
         )
-        wrapped = set(self._wrapped())
-        try:
-            inject_adapter_in_model(config, self._module, adapter_name=name)
-            for module, own in adapter.modules.items():
-                _fill(self._module.get_submodule(module), name, own)
-        except (ValueError, RuntimeError, KeyError, TypeError, AttributeError, NotImplementedError) as error:
-            self._remove(name)
-            self._unwrap(set(self._wrapped()) - wrapped)
-            raise InvalidRequest(f"peft cannot load {str(adapter.path)!r}: {error}", field="lora_path") from error
+        inject_adapter_in_model(config, self._module, adapter_name=slot.name, low_cpu_mem_usage=True)
         self._module.requires_grad_(False)
         self._module.eval()
-        self._loads += 1
-        self._loaded[name] = self._loads
         self._hook_layers()
 
     def unload(self, name: str) -> None:
-        """Remove an adapter from the model."""
+        """Free an adapter's memory. Its emptied parameters are kept for the next adapter of the same form."""
         if name not in self._loaded:
             loaded = ", ".join(self._loaded) or "none"
             raise InvalidRequest(f"lora_name={name!r} is not loaded; loaded: {loaded}", field="lora_name")
-        self._remove(name)
-        del self._loaded[name]
+        slot = self._loaded.pop(name).slot
+        for layer in self._wrapped():
+            for parameter in _parameters(self._module.get_submodule(layer), slot.name):
+                parameter.data = parameter.data.new_empty(0)
+        self._free.append(slot)
 
     def identity(self, name: str | None) -> int:
         """Return a number that is unique for each adapter ever loaded, 0 for none; part of the cache's key."""
-        return 0 if name is None else self._loaded[name]
+        return 0 if name is None else self._loaded[name].number
 
     @contextmanager
     def using(self, names: list[str | None], tokens_per_row: int) -> Iterator[None]:
         """Within the context, make row ``i`` of each forward pass use the adapter ``names[i]``."""
-        self._rows = [name or NO_ADAPTER for name in names]
+        self._rows = [NO_ADAPTER if name is None else self._loaded[name].slot.name for name in names]
         self._tokens_per_row = tokens_per_row
         yield
 
@@ -145,7 +201,7 @@ class Adapters:
 
     def _weight(self, name: str) -> torch.Tensor:
         """Return one of the model's weights, by its checkpoint name."""
-        layer = self._module.get_submodule(name.removesuffix(".weight"))
+        layer = self._module.get_submodule(self._names.own(name.removesuffix(".weight")))
         weight = getattr(layer, "base_layer", layer).weight
         assert isinstance(weight, torch.Tensor)
         return weight.detach()
@@ -172,24 +228,52 @@ def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def _form(adapter: LoraAdapter) -> Hashable:
+    """Return what an adapter's parameters depend on, besides their values."""
+    return adapter.has_bias, tuple(
+        (name, module.rank, module.scale, module.is_embedding) for name, module in adapter.modules.items()
+    )
+
+
 @torch.no_grad()
 def _fill(layer: nn.Module, name: str, own: LoraModule) -> None:
     """Copy an adapter's tensors into the layer that peft wrapped."""
+    weight = layer.get_parameter("base_layer.weight")
+
+    def filled(tensor: torch.Tensor) -> nn.Parameter:
+        copied = tensor.to(weight.device, weight.dtype, copy=True, memory_format=torch.contiguous_format)
+        return nn.Parameter(copied, requires_grad=False)
+
     if own.is_embedding:
-        layer.get_parameter(f"lora_embedding_A.{name}").copy_(own.a)
-        layer.get_parameter(f"lora_embedding_B.{name}").copy_(own.b)
+        _dict_of(layer, "lora_embedding_A", nn.ParameterDict)[name] = filled(own.a)
+        _dict_of(layer, "lora_embedding_B", nn.ParameterDict)[name] = filled(own.b)
         return
     a, b = _part(layer, "lora_A", name), _part(layer, "lora_B", name)
-    a.weight.copy_(own.a)
-    b.weight.copy_(own.b)
+    a.weight, b.weight = filled(own.a), filled(own.b)
     if b.bias is not None:
-        b.bias.zero_() if own.bias is None else b.bias.copy_(own.bias)
+        b.bias = filled(torch.zeros(len(own.b)) if own.bias is None else own.bias)
+
+
+def _parameters(layer: nn.Module, name: str) -> Iterator[nn.Parameter]:
+    """Yield the parameters of an adapter in a layer that peft wrapped."""
+    for part in ("lora_A", "lora_B"):
+        modules = _dict_of(layer, part, nn.ModuleDict)
+        if name in modules:
+            yield from modules[name].parameters()
+    for part in ("lora_embedding_A", "lora_embedding_B"):
+        parameters = _dict_of(layer, part, nn.ParameterDict)
+        if name in parameters:
+            yield parameters[name]
+
+
+def _dict_of(layer: nn.Module, part: str, kind: type[_D]) -> _D:
+    found = layer.get_submodule(part)
+    assert isinstance(found, kind)
+    return found
 
 
 def _part(layer: nn.Module, part: str, name: str) -> nn.Linear:
-    """Return one of peft's matrices; ``name`` may contain dots."""
-    found = layer.get_submodule(part)
-    assert isinstance(found, nn.ModuleDict)
-    linear = found[name]
+    """Return one of peft's matrices."""
+    linear = _dict_of(layer, part, nn.ModuleDict)[name]
     assert isinstance(linear, nn.Linear)
     return linear

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -16,23 +16,27 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     PreTrainedModel,
 )
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers.utils.generic import ModelOutput
 
 from drivetrain.backend.base import ModelInfo
 from drivetrain.backend.toolkit.progress_bars import no_progress_bars
 from drivetrain.backend.toolkit.rope_config import short_rope_length
 from drivetrain.backend.toolkit.translation import eos_token_ids
 from drivetrain.errors import EngineInternalError, EngineStartError
+from drivetrain.types.capability import Capability
 from drivetrain.types.config import EngineConfig, Task
 from drivetrain_transformers.expert_choices import ExpertChoices
 from drivetrain_transformers.kv_cache import RunningCache, keys_and_values
 from drivetrain_transformers.longrope import choose_factors_by_row
 from drivetrain_transformers.lora import Adapters
 from drivetrain_transformers.recurrent_states import empty_cache, is_recurrent
-from drivetrain_transformers.translate import context_length, device_of, load_arguments
+from drivetrain_transformers.row_media import MediaPass, Padded, RowMedia
+from drivetrain_transformers.translate import context_length, device_of, load_arguments, media_capabilities
 from drivetrain_weight_sync.receiver.checkpoint_comparison import refuse_incomplete
 from drivetrain_weight_sync.receiver.cpu_sleep import trim_heap
 from drivetrain_weight_sync.transports.device_memory import uuid_of
@@ -56,6 +60,8 @@ class Computed:
     """Each row's last token in the last layer, after the final norm: what the head is given; (rows, hidden size)."""
     experts: torch.Tensor | None = None
     """Experts of each position: (rows, padded tokens, layers with experts, experts per token)."""
+    before_head: torch.Tensor | None = None
+    """Output of the layers at the last positions, for :meth:`LoadedModel.head`; (rows, positions, hidden size)."""
 
 
 class LoadedModel:
@@ -78,7 +84,12 @@ class LoadedModel:
         self._cache_name = next((name for name in _CACHE_NAMES if name in takes), _CACHE_NAMES[0])
         self._positions = "position_ids" in takes
         self.choices = ExpertChoices(module)
+        named = (getattr(module.config, f"{kind}_token_id", None) for kind in ("image", "video"))
+        self.placeholders = [token_id for token_id in named if isinstance(token_id, int)]
+        """Token ids that stand for images and videos."""
         self._keeps_logits = "logits_to_keep" in takes
+        self._layers_output: type[ModelOutput] | None = None
+        """Type of what the layers return; None if the head cannot be run apart from them."""
 
     @classmethod
     def load(cls, config: EngineConfig, report: Callable[[str], None]) -> LoadedModel:
@@ -133,6 +144,11 @@ class LoadedModel:
             model.adapters = Adapters(module, largest_rank=config.max_lora_rank)
         return model
 
+    @property
+    def has_head_apart(self) -> bool:
+        """True if :meth:`head` can be called."""
+        return self._layers_output is not None
+
     def empty_cache(self) -> DynamicCache:
         """Return a cache of no tokens for a forward pass."""
         return empty_cache(self.module.config) if self.is_recurrent else DynamicCache()
@@ -155,6 +171,7 @@ class LoadedModel:
         name = type(self.module).__name__
         try:
             first, decoded = self._prefilled_and_decoded(rows, pad=0)
+            self._find_head(rows[1])
             if self._positions and not self.is_recurrent:
                 return
             alone = [self.module(input_ids=torch.tensor([row], device=self.device)).logits[0, -2:] for row in rows]
@@ -180,6 +197,30 @@ class LoadedModel:
                 f"the ids of padding change the logits of {name}, so that rows of different lengths cannot share a "
                 "batch; the transformers backend does not serve such models, use another backend"
             )
+
+    def _find_head(self, row: list[int]) -> None:
+        """Find out whether the head can be run apart from the layers: whether it then gives the same logits."""
+        base, outputs = self.module.base_model, list[object]()
+        if base is self.module:
+            return
+        listening = base.register_forward_hook(lambda *given: outputs.append(given[-1]))
+        try:
+            wanted = self.prefill([row], [None], self.empty_cache(), 0, all_positions=True).logits[0]
+        finally:
+            listening.remove()
+        output = outputs[-1] if outputs else None  # some models call parts of their base instead
+        states = getattr(output, "last_hidden_state", None)
+        if not isinstance(output, ModelOutput) or not isinstance(states, torch.Tensor):
+            return
+        self._layers_output = type(output)
+        try:
+            is_same = _distance(self.head(states[0], None), wanted) <= _TOLERATED
+        except torch.OutOfMemoryError:
+            raise
+        except (IndexError, AttributeError, NotImplementedError, TypeError, ValueError, RuntimeError):
+            is_same = False  # then logits are computed at all positions
+        if not is_same:
+            self._layers_output = None
 
     def _prefilled_and_decoded(self, rows: list[list[int]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Run all ids but the last in one padded pass and the last in a step; return both logits of (rows, ids)."""
@@ -216,8 +257,10 @@ class LoadedModel:
         all_positions: bool,
         states: bool = False,
         experts: bool = False,
+        before_head: int = 0,
         before_last: Callable[[], None] | None = None,
         pad: int = 0,
+        media: Sequence[RowMedia | None] = (),
     ) -> Computed:
         """Run token ids whose first ``prefix`` tokens are in ``past``, and append them to it, left-padded.
 
@@ -231,15 +274,24 @@ class LoadedModel:
             pad: Id to pad with.
             states: True to return the state of each row's last token too.
             experts: True to return the experts of all positions too.
+            media: Images and videos of each row; empty if no row has any.
+            before_head: Number of last positions whose output of the layers is returned too, if the model
+                :attr:`has_head_apart`.
 
         Returns:
             Logits of shape (rows, padded tokens or 1, vocabulary), the last position being each row's last token.
         """
         tokens, mask, positions = _left_padded(ids, prefix, pad)
+        together: MediaPass | None = None
+        if any(row is not None for row in media):
+            padded = Padded(tokens, positions, [len(own) for own in ids], prefix)
+            together = MediaPass(self.module, self.placeholders, media, padded)
+            tokens, positions = together.tokens, together.positions
         longest = tokens.shape[1]
         ends = list(range(1, longest + 1)) if prefix and not self._continues else [longest]
         if before_last is not None and longest > 1:
             ends = sorted({longest - 1, *ends})
+        assert together is None or ends == [longest], "media are computed in one forward pass"
         parts: list[Computed] = []
         for start, end in itertools.pairwise([0, *ends]):
             if before_last is not None and end == longest:
@@ -249,21 +301,52 @@ class LoadedModel:
                 self._forward(
                     tokens[:, window],
                     seen,
-                    positions[:, window],
+                    positions[..., window],
                     past,
                     adapters,
                     last_only=not all_positions,
                     states=states and end == longest,
                     experts=experts,
+                    media=together,
+                    before_head=before_head > longest - end,
                 )
             )
         if not bool(mask.all()):
             _zero_padding(past, mask)
-        if len(parts) == 1:
-            return parts[0]
-        logits = torch.cat([part.logits for part in parts], dim=1) if all_positions else parts[-1].logits
+        layers = [part.before_head for part in parts if part.before_head is not None]
         chosen = [part.experts for part in parts if part.experts is not None]
-        return Computed(logits, parts[-1].states, torch.cat(chosen, dim=1) if chosen else None)
+        return Computed(
+            _joined([part.logits for part in parts]) if all_positions else parts[-1].logits,
+            parts[-1].states,
+            _joined(chosen) if chosen else None,
+            _joined(layers)[:, -before_head:] if layers else None,
+        )
+
+    @torch.inference_mode()
+    def head(self, before_head: torch.Tensor, adapter: str | None) -> torch.Tensor:
+        """Run the model without its layers: the head, and whatever the model does to its logits.
+
+        Args:
+            before_head: Output of the layers at some positions; (positions, hidden size).
+            adapter: The positions' adapter.
+
+        Returns:
+            Logits of shape (positions, vocabulary).
+        """
+        assert self._layers_output is not None, "the model has no head apart"
+        output = self._layers_output(last_hidden_state=before_head[None])
+        layers, count = vars(self.module.base_model), len(before_head)
+        own = layers.get("forward")
+        layers["forward"] = lambda *_, **__: output
+        try:
+            with self.adapters.using([adapter], count) if self.adapters is not None else nullcontext():
+                ids = torch.zeros(1, count, dtype=torch.long, device=self.device)
+                logits: torch.Tensor = self.module(input_ids=ids, use_cache=False).logits
+        finally:
+            del layers["forward"]
+            if own is not None:
+                layers["forward"] = own
+        return logits[0]
 
     @torch.inference_mode()
     def decode(
@@ -274,10 +357,14 @@ class LoadedModel:
         *,
         states: bool = False,
         experts: bool = False,
+        media: Sequence[RowMedia | None] = (),
     ) -> Computed:
         """Run one token of each running row; return logits of shape (rows, vocabulary), and what else is asked for."""
         tokens = torch.tensor(last_ids, dtype=torch.long)[:, None]
         positions = torch.tensor(cache.lengths, dtype=torch.long)[:, None]
+        for index, row in enumerate(media):
+            if row is not None:
+                positions[index] += row.offset
         mask = cache.attention_mask()
         computed = self._forward(
             tokens, mask, positions, cache, adapters, last_only=True, states=states, experts=experts
@@ -316,6 +403,8 @@ class LoadedModel:
         last_only: bool,
         states: bool,
         experts: bool,
+        media: MediaPass | None = None,
+        before_head: bool = False,
     ) -> Computed:
         if not self._attends:
             mask = mask[:, -tokens.shape[1] :]  # a recurrent layer looks at the new tokens alone
@@ -330,7 +419,11 @@ class LoadedModel:
         if self._keeps_logits and last_only:
             arguments["logits_to_keep"] = 1
         last: list[torch.Tensor] = []
+        layers: list[torch.Tensor] = []
         with ExitStack() as during:
+            if media is not None:
+                arguments.update(media.inputs())
+                during.enter_context(media.running())
             if self.adapters is not None:
                 during.enter_context(self.adapters.using(adapters, tokens.shape[1]))
             if states:
@@ -340,8 +433,18 @@ class LoadedModel:
                 kept = head.register_forward_pre_hook(lambda _, given: last.append(given[0][:, -1]))
                 during.callback(kept.remove)
             chosen = during.enter_context(self.choices.recorded(len(tokens))) if experts else []
+            if before_head:
+                listening = self.module.base_model.register_forward_hook(
+                    lambda _, __, output: layers.append(output.last_hidden_state)
+                )
+                during.callback(listening.remove)
             logits: torch.Tensor = self.module(**arguments).logits
-        return Computed(logits, last[0] if states else None, torch.stack(chosen, dim=2) if chosen else None)
+        return Computed(
+            logits,
+            last[0] if states else None,
+            torch.stack(chosen, dim=2) if chosen else None,
+            layers[-1] if layers else None,
+        )
 
     def cache_identity(self, adapter: str | None, tokens: int) -> int:
         """Return the prefix-cache key for a row of this length: rows with the same key may share prefixes."""
@@ -371,7 +474,12 @@ def _loader(config: EngineConfig) -> Any:
         # With its head, a model has the tensors' names of its checkpoint; some checkpoints were saved without one.
         if not any("ForCausalLM" in name or "LMHead" in name for name in own.architectures or ()):
             return AutoModel
-    return AutoModelForCausalLM
+    return AutoModelForImageTextToText if Capability.IMAGES in media_capabilities(config) else AutoModelForCausalLM
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Join the positions of consecutive passes, each of shape (rows, positions, …)."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
 def _left_padded(ids: list[list[int]], prefix: int, pad: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -13,6 +13,7 @@ from drivetrain_transformers.kv_cache import RowCache, row_cache
 from drivetrain_transformers.model import LoadedModel
 from drivetrain_transformers.prefix_cache import PrefixCache
 from drivetrain_transformers.recurrent_states import concatenated, put_states
+from drivetrain_transformers.scoring import positions_of, score
 from drivetrain_transformers.sequences import Sequence, wants_experts
 
 
@@ -42,7 +43,7 @@ class Budget:
     def takes(self, sequence: Sequence) -> bool:
         """Add ``sequence`` if it fits, and return whether it did; equal token ids are computed once."""
         ids = sequence.token_ids
-        key = (sequence.request.lora, *ids)
+        key = (sequence.request.lora, *sequence.cache_ids)
         if self._unique:
             if self._prefill.cached_length(sequence) != self._prefix:
                 return False
@@ -81,12 +82,19 @@ class Prefill:
         params = sequence.request.params
         if self._prefixes is None or params.prompt_logprobs is not None or params.return_prompt_routed_experts:
             return 0
+        if sequence.media is not None and self._model.is_recurrent:
+            return 0  # such a prefix cannot be cut back to the beginning of an image
         length, _ = self._found(self._prefixes, sequence)
+        if sequence.media is not None:
+            length = sequence.media.without_a_part(length)
         return length if self._model.continues_from(length, len(sequence.token_ids)) else 0
 
     def _found(self, prefixes: PrefixCache, sequence: Sequence) -> tuple[int, RowCache | None]:
-        token_ids = sequence.token_ids
-        return prefixes.find(token_ids, self._model.cache_identity(sequence.request.lora, len(token_ids)))
+        token_ids = sequence.cache_ids
+        made_by = self._model.cache_identity(sequence.request.lora, len(token_ids))
+        scored = positions_of(sequence)
+        # The positions to score are computed, so that none of them may come from the cache.
+        return prefixes.find(token_ids[: len(token_ids) - scored + 1] if scored else token_ids, made_by)
 
     def run(self, group: list[Sequence]) -> Prefilled:
         """Compute the cache of ``group``, whose cached prefixes are equally long."""
@@ -94,7 +102,7 @@ class Prefill:
         unique: list[Sequence] = []
         rows: list[int] = []
         for sequence in group:
-            row = order.setdefault((sequence.request.lora, *sequence.token_ids), len(order))
+            row = order.setdefault((sequence.request.lora, *sequence.cache_ids), len(order))
             rows.append(row)
             if row == len(unique):
                 unique.append(sequence)
@@ -104,17 +112,23 @@ class Prefill:
             sequence.request.params.prompt_logprobs is not None and sequence.prompt_logprobs is None
             for sequence in group
         )
-        keeps = self.keeps_prompts and len(unique[0].token_ids) > prefix + 1
+        has_media = any(sequence.media is not None for sequence in unique)
+        scored = max(map(positions_of, group))
+        keeps = self.keeps_prompts and len(unique[0].token_ids) > prefix + 1 and not has_media
         computed = self._model.prefill(
             [sequence.token_ids[prefix:] for sequence in unique],
             [sequence.request.lora for sequence in unique],
             past,
             prefix,
-            all_positions=wants_all,
+            all_positions=wants_all or (scored > 0 and not self._model.has_head_apart),
+            before_head=scored if self._model.has_head_apart else 0,
             states=any(sequence.request.params.return_hidden_states for sequence in group),
             experts=any(wants_experts(sequence.request.params) for sequence in group),
             before_last=partial(self._keep_prompts, unique, past) if keeps else None,
+            media=[sequence.media for sequence in unique] if has_media else (),
         )
+        if scored:
+            score(self._model, group, rows, computed)
         logits, states = computed.logits, computed.states
         for sequence, row in zip(group, rows, strict=True):
             if not sequence.generated:

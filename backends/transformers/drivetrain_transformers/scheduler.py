@@ -31,6 +31,7 @@ from drivetrain_transformers.sequences import Sequence, Sink, wants_experts
 
 if TYPE_CHECKING:
     from drivetrain_transformers.grammars import CompiledGrammar, GrammarMask
+    from drivetrain_transformers.row_media import RowMedia
 
 
 class Scheduler:
@@ -104,7 +105,13 @@ class Scheduler:
     # From outside, between steps ---------------------------------------------------------------------------------
 
     def submit(
-        self, request: GenerateRequest, sink: Sink, *, streamed: bool = False, grammar: CompiledGrammar | None = None
+        self,
+        request: GenerateRequest,
+        sink: Sink,
+        *,
+        streamed: bool = False,
+        grammar: CompiledGrammar | None = None,
+        media: RowMedia | None = None,
     ) -> None:
         """Put a request into the queue; one that waits for its grammar only when :meth:`take_grammar` brings it."""
         if not self.model.choices and wants_experts(request.params):
@@ -130,6 +137,7 @@ class Scheduler:
             arrival=next(self._arrivals),
             matcher=StopMatcher(params, self._tokenizer) if StopMatcher.needed(params) else None,
             stop_ids=frozenset(request.stop_token_ids),
+            media=media,
         )
         if request.params.structured_output is None:
             self._enqueue(sequence)
@@ -296,6 +304,7 @@ class Scheduler:
             self._cache,
             states=any(sequence.request.params.return_hidden_states for sequence in self._running),
             experts=any(sequence.request.params.return_routed_experts for sequence in self._running),
+            media=[sequence.media for sequence in self._running] if self.model.placeholders else (),
         )
         self._cache.close_column()
         experts = None if computed.experts is None else computed.experts[:, -1]
@@ -396,7 +405,9 @@ class Scheduler:
         length = tokens // self.prefixes.block * self.prefixes.block
         if not self._keeps_prefixes or length == 0 or sequence.epoch != self._epoch:
             return
-        token_ids, made_by = sequence.token_ids[:length], self.model.cache_identity(sequence.request.lora, tokens)
+        if sequence.media is not None and self.model.is_recurrent:
+            return
+        token_ids, made_by = sequence.cache_ids[:length], self.model.cache_identity(sequence.request.lora, tokens)
         if not self.prefixes.holds(token_ids, made_by):
             self.prefixes.insert(token_ids, self._cache.read(row, length), made_by)
 

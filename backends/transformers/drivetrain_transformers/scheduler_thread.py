@@ -31,6 +31,7 @@ from drivetrain_transformers.translate import (
 
 if TYPE_CHECKING:
     from drivetrain_transformers.grammars import CompiledGrammar, Grammar, Grammars
+    from drivetrain_transformers.row_media import RowMedia
 
 T = TypeVar("T")
 
@@ -73,7 +74,7 @@ class SchedulerThread:
         self._death_watchers: list[Callable[[DrivetrainError], None]] = []
         self._undelivered: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}
         self._deliveries: dict[asyncio.AbstractEventLoop, Deliveries] = {}
-        self._submitted: list[tuple[GenerateRequest, Sink, bool, CompiledGrammar | None]] = []
+        self._submitted: list[tuple[GenerateRequest, Sink, bool, CompiledGrammar | None, RowMedia | None]] = []
         self._thread = threading.Thread(target=self._run, name="drivetrain-transformers", daemon=True)
 
     @classmethod
@@ -115,7 +116,9 @@ class SchedulerThread:
 
     # From the event loop -----------------------------------------------------------------------------------------
 
-    def submit(self, request: GenerateRequest, deliver: Sink, *, streamed: bool = False) -> None:
+    def submit(
+        self, request: GenerateRequest, deliver: Sink, *, streamed: bool = False, media: RowMedia | None = None
+    ) -> None:
         """Hand a request to the scheduler; ``deliver`` is called in this event loop."""
         loop = asyncio.get_running_loop()
 
@@ -128,7 +131,7 @@ class SchedulerThread:
             loop.call_soon(self._hand_over)
         grammar = request.params.structured_output
         compiled = self._grammars.kept(grammar) if self._grammars is not None and grammar is not None else None
-        self._submitted.append((request, sink, streamed, compiled))
+        self._submitted.append((request, sink, streamed, compiled, media))
         if grammar is not None and compiled is None:
             task = loop.create_task(self._compile(request.request_id, grammar))
             self._compiling.add(task)
@@ -188,14 +191,14 @@ class SchedulerThread:
             return
 
         def submit_all() -> None:
-            for request, sink, streamed, grammar in submitted:
+            for request, sink, streamed, grammar, media in submitted:
                 try:
-                    self.scheduler.submit(request, sink, streamed=streamed, grammar=grammar)
+                    self.scheduler.submit(request, sink, streamed=streamed, grammar=grammar, media=media)
                 except Exception as error:
                     sink(as_engine_error(error))
 
         def give_up(error: DrivetrainError) -> None:
-            for _, sink, _, _ in submitted:
+            for _, sink, *_ in submitted:
                 sink(error)
 
         self._put(_Command(submit_all, give_up))

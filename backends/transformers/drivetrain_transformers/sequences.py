@@ -14,11 +14,13 @@ from drivetrain.text.stops import StopMatcher
 from drivetrain.types.outputs import FinishReason, ReleasedText, TopLogprobs, VersionSpan
 from drivetrain.types.routed_experts import RoutedExperts
 from drivetrain.types.sampling import SamplingParams
+from drivetrain.types.token_scores import TokenScores
 from drivetrain_sampling import Row
 from drivetrain_sampling.packed_masks import joined
 
 if TYPE_CHECKING:
     from drivetrain_transformers.grammars import GrammarState
+    from drivetrain_transformers.row_media import RowMedia
 
 Sink = Callable[[GenerateResult | TokenDelta | DrivetrainError], None]
 """Receives a sequence's result or error, and its deltas if it is streamed. Called in the scheduler's thread."""
@@ -40,6 +42,8 @@ class Sequence:
     arrival: int
     matcher: StopMatcher | None
     stop_ids: frozenset[int]
+    media: RowMedia | None = None
+    """Images and videos of the prompt."""
     logprobs: list[float] | None = None
     top_logprobs: list[TopLogprobs] | None = None
     masks: list[bytes] = field(default_factory=list)
@@ -47,11 +51,12 @@ class Sequence:
     prompt_logprobs: list[float | None] | None = None
     prompt_top_logprobs: list[TopLogprobs | None] | None = None
     prompt_ranks: list[int | None] | None = None
+    scores: TokenScores | None = None
     hidden_states: list[list[float]] = field(default_factory=list)
+    """State that each id was drawn from, if the request wants them."""
     experts: list[torch.Tensor] = field(default_factory=list)
     """Experts of each token, of shape (layers, experts per token), if they are asked for."""
     prompt_experts: RoutedExperts | None = None
-    """State that each id was drawn from, if the request wants them."""
     spans: list[VersionSpan] = field(default_factory=list)
     cached_tokens: int = 0
     grammar: GrammarState | None = None
@@ -83,6 +88,11 @@ class Sequence:
             first = len(experts) - len(self.token_ids)
             prompt = experts[first : first + len(self.request.prompt_token_ids)]
             self.prompt_experts = RoutedExperts.of(prompt.cpu().numpy())
+
+    @property
+    def cache_ids(self) -> list[int]:
+        """Ids of prompt and output, with keys of media in place of their placeholders; equal ones have equal caches."""
+        return self.token_ids if self.media is None else self.media.keys(self.token_ids)
 
     def mark_version(self, version: str) -> None:
         """Record that the tokens since the last mark were sampled under ``version``."""
@@ -135,6 +145,7 @@ class Sequence:
             prompt_logprobs=self.prompt_logprobs,
             prompt_top_logprobs=self.prompt_top_logprobs,
             prompt_ranks=self.prompt_ranks,
+            scores=self.scores,
             cached_tokens=self.cached_tokens,
             hidden_states=self.hidden_states if params.return_hidden_states else None,
             routed_experts=self._own_experts() if params.return_routed_experts else None,

@@ -14,7 +14,9 @@ from drivetrain.backend.toolkit.model_folder import config_levels, experts_of
 from drivetrain.backend.toolkit.translation import context_length_of
 from drivetrain.checks.extras import from_extra
 from drivetrain.errors import InvalidConfig
-from drivetrain.types.config import EngineConfig
+from drivetrain.media.qwen_vision import model_file, vision_capabilities
+from drivetrain.types.capability import Capability
+from drivetrain.types.config import EngineConfig, Task
 
 CONFIG_NAMES: Final[Mapping[str, str]] = {
     "revision": "from_pretrained(revision=)",
@@ -30,7 +32,8 @@ CONFIG_NAMES: Final[Mapping[str, str]] = {
     "enable_lora": "peft",
     "max_loras": "kept by the engine page",
     "max_lora_rank": "largest rank of a peft adapter",
-    "task": "AutoModelForCausalLM, AutoModel or AutoModelForSequenceClassification",
+    "task": "AutoModelForCausalLM, AutoModelForImageTextToText, AutoModel or AutoModelForSequenceClassification",
+    "media": "drivetrain.media.qwen_vision",
     "engine_kwargs": "from_pretrained(**)",
 }
 """EngineConfig fields, with the argument or component that honours each."""
@@ -50,6 +53,25 @@ model's ``forward`` takes ``position_ids`` and ``logits_to_keep``."""
 def has_grammars() -> bool:
     """Return whether xgrammar, which structured output needs, is installed."""
     return importlib.util.find_spec("xgrammar") is not None
+
+
+def media_capabilities(config: EngineConfig) -> frozenset[Capability]:
+    """Return the media capabilities of the configured model, from the files of its folder.
+
+    Images are taken by models whose prompts repeat one placeholder for each image, without other tokens in between:
+    those whose image processor merges patches of a grid (Qwen-VL and its like), and those whose processor selects
+    vision features (LLaVA and its like).
+    """
+    fields = model_file(config, "config.json") if config.task is Task.GENERATE else {}
+    if not isinstance(fields.get("vision_config"), dict) or not {"image_token_id", "image_token_index"} & set(fields):
+        return frozenset()
+    processor = model_file(config, "processor_config.json")
+    own = processor.get("image_processor")
+    images = own if isinstance(own, dict) else model_file(config, "preprocessor_config.json")
+    has_grid = "merge_size" in images and "vision_start_token_id" in fields
+    if not has_grid and "vision_feature_select_strategy" not in processor:
+        return frozenset()
+    return vision_capabilities(config) | {Capability.IMAGES}
 
 
 def device_of(config: EngineConfig) -> str:

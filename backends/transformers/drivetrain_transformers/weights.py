@@ -21,6 +21,7 @@ from drivetrain.types.weights import (
 )
 from drivetrain_transformers.model import LoadedModel
 from drivetrain_weight_sync import ModuleTarget, Receiver, WeightWriter, read_weight, validate_weights
+from drivetrain_weight_sync.transports.process_groups import Groups
 
 
 class Weights:
@@ -92,6 +93,11 @@ class Weights:
         if self._broken:
             raise EngineStateError("an update failed and left the weights incomplete; push a whole one", state="dirty")
         return not self._torn
+
+    @property
+    def groups(self) -> Groups:
+        """The groups in which trainers broadcast to this engine."""
+        return self._receiver.groups
 
     def join(self, spec: CommunicatorSpec) -> None:
         """Join a group in which a trainer broadcasts, waiting until it forms. May be called in any thread."""

@@ -26,6 +26,7 @@ from drivetrain.errors import (
     EngineError,
     EngineInternalError,
     EngineStartError,
+    InvalidConfig,
     InvalidRequest,
     TooManyAdapters,
     UnsupportedCapability,
@@ -36,6 +37,7 @@ from drivetrain.types.capability import Capability
 from drivetrain.types.config import EngineConfig, Task
 from drivetrain.types.modes import PauseMode
 from drivetrain.types.prompts import ImageInput, MediaInput, VideoInput
+from drivetrain.types.weights import WeightUpdateRequest
 from drivetrain_vllm.errors import as_engine_error
 from drivetrain_vllm.in_engine import invite
 from drivetrain_vllm.multimodal_inputs import multimodal_input
@@ -114,7 +116,9 @@ class VLLMBackend(WorkerBackend[Collected]):
             claimed.add(Capability.SAMPLING_MASK)
         if config.engine_kwargs.get("quantization") is not None:
             claimed -= _OF_PLAIN_WEIGHTS
-        if device_type_of(config) != "cpu":
+        if device_type_of(config) == "cpu":
+            claimed.add(Capability.SCORE_AT)  # with the first model runner; a GPU may have the second
+        else:
             claimed |= _of_a_gpu(config)
             if not config.enable_sleep:
                 claimed -= _MEMORY_SAVERS
@@ -151,7 +155,10 @@ class VLLMBackend(WorkerBackend[Collected]):
         if Capability.ROUTED_EXPERTS in self.capabilities(self.config):
             self._expert_layers = cast("list[int]", await self.ask("expert_layers"))
         report("warming up")
-        await self._warm_up()
+        try:
+            await self._warm_up()
+        except EngineDied as error:
+            raise EngineStartError(f"vLLM failed at its first requests: {error}") from error
         return replace(info, gpus=await self.gpus())
 
     def _start(self, report: Callable[[str], None]) -> ModelInfo:
@@ -191,6 +198,8 @@ class VLLMBackend(WorkerBackend[Collected]):
             arguments.mm_device_do_normalize = False
         made = arguments.create_engine_config()
         os.environ[_START_METHOD] = method
+        if device == "cpu":
+            _require_a_cache_for_states(made.cache_config)
         if device == "cpu" and made.model_config.enforce_eager:
             os.environ["TORCHDYNAMO_DISABLE"] = "1"  # otherwise vLLM compiles some functions regardless, for 20 s
         if made.device_config.device_type != device:
@@ -304,33 +313,54 @@ class VLLMBackend(WorkerBackend[Collected]):
 
     async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool) -> None:
         """Load an adapter from a peft folder."""
-        from vllm.lora.request import LoRARequest
+        self._require_room()
+        folder = await asyncio.to_thread(self._plain.folder_for, lora_name, lora_path, *self._adaptable)
+        try:
+            await self._add(lora_name, folder, pinned, "lora_path")
+        except BaseException:
+            self._plain.remove(lora_name)
+            raise
 
+    async def load_lora_tensors(self, lora_name: str, update: WeightUpdateRequest, pinned: bool) -> None:
+        """Have every worker receive an adapter, then load it."""
+        self._require_room()
+        path = await self.stage_adapter(update, self._plain, self._adaptable)
+        try:
+            await self._add(lora_name, path, pinned, "lora")
+        except BaseException as error:
+            await self.give_up_adapter(path, error)
+            raise
+
+    def _require_room(self) -> None:
         most = self.config.max_loras or MOST_LORAS
         if len(self._adapters) > most:  # one more is allowed while an update replaces one
             raise TooManyAdapters(
                 f"{len(self._adapters)} adapters are loaded, and max_loras={most}; unload one", field="lora_name"
             )
+
+    async def _add(self, lora_name: str, path: str, pinned: bool, field: str) -> None:
+        from vllm.lora.request import LoRARequest
+
         # Numbers and names are never reused: they identify adapters and their caches in vLLM.
         number = next(self._lora_numbers)
-        folder = await asyncio.to_thread(self._plain.folder_for, lora_name, lora_path, *self._adaptable)
-        wanted = LoRARequest(f"{lora_name}.{number}", number, folder)
+        wanted = LoRARequest(f"{lora_name}.{number}", number, path)
         try:
             await self._running.add_lora(wanted)
             if pinned:
                 await self._running.pin_lora(number)
         except Exception as error:
-            self._plain.remove(lora_name)
-            raise InvalidRequest(f"vLLM refused the adapter: {error}", field="lora_path") from error
+            raise InvalidRequest(f"vLLM refused the adapter: {error}", field=field) from error
         self._adapters[lora_name] = wanted
 
     async def unload_lora_adapter(self, lora_name: str) -> None:
         """Unload an adapter."""
         if lora_name not in self._adapters:
             raise InvalidRequest(f"lora_name={lora_name!r} is not loaded", field="lora_name")
-        await self._running.remove_lora(self._adapters[lora_name].lora_int_id)
+        unloaded = self._adapters[lora_name]
+        await self._running.remove_lora(unloaded.lora_int_id)
         del self._adapters[lora_name]
         self._plain.remove(lora_name)
+        await self.drop_adapter(unloaded.lora_path)
 
     # Models that do not generate ---------------------------------------------------------------------------------
 
@@ -417,6 +447,16 @@ def _has_plain_kernels(config: EngineConfig) -> bool:
     """Return whether determinism was tested for such an engine: text only, generating, its own weights, one GPU."""
     plain = config.task is Task.GENERATE and config.tensor_parallel_size == 1 and not config.enable_lora
     return plain and config.engine_kwargs.get("quantization") is None and not vision_capabilities(config)
+
+
+def _require_a_cache_for_states(cache: object) -> None:
+    """Refuse prefixes of recurrent states on a CPU, where a prompt of several chunks would end vLLM's engine core."""
+    if getattr(cache, "mamba_cache_mode", "none") != "none":
+        raise InvalidConfig(
+            "enable_prefix_caching=True: the model keeps recurrent states, whose prefixes vLLM caches only on a GPU; "
+            "give enable_prefix_caching=False, or use a GPU or the transformers backend",
+            field="enable_prefix_caching",
+        )
 
 
 def _be_batch_invariant() -> None:

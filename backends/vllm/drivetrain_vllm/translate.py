@@ -24,9 +24,11 @@ from drivetrain.types.config import EngineConfig, Task
 from drivetrain.types.outputs import FinishReason, TopLogprobs
 from drivetrain.types.routed_experts import RoutedExperts
 from drivetrain.types.sampling import EbnfGrammar, JsonSchema, LogprobsMode, RegexGrammar
+from drivetrain.types.token_scores import TokenScores
 from drivetrain_sampling import NO_TOKEN, NOT_FINITE
 from drivetrain_sampling.encoded_params import encode_params
 from drivetrain_sampling.packed_masks import joined
+from drivetrain_sampling.scores import encode_scoring, no_scores, packed_scores
 
 BATCH_INVARIANT: Final = "VLLM_BATCH_INVARIANT"
 """Environment variable that makes all of vLLM's processes use kernels whose results do not depend on the batch."""
@@ -79,6 +81,9 @@ by feature: whether vLLM labels tokens with weight versions."""
 
 KEY: Final = "drivetrain"
 """Key of ``extra_args`` under which a request carries its sampling parameters."""
+
+SCORING: Final = "drivetrain_scoring"
+"""Key of ``extra_args`` under which a request carries what to score of its prompt."""
 
 STOPS: Final = "drivetrain_stops"
 """Key of ``extra_args`` for a request's own stop ids, if it has a grammar."""
@@ -301,6 +306,9 @@ def sampling_params(request: GenerateRequest, *, stream: bool, deterministic: bo
     else:
         native["temperature"] = 1.0
         extra[KEY] = encode_params(request)
+    if request.scoring is not None:
+        extra[SCORING] = encode_scoring(request.scoring)
+        native["skip_reading_prefix_cache"] = True  # the states of cached tokens are not there to be scored
     return SamplingParams(**native, extra_args=extra or None)
 
 
@@ -453,7 +461,21 @@ class Collected(CollectedSample):
             cached_tokens=self._last.num_cached_tokens or 0,
             routed_experts=self._experts(count) if params.return_routed_experts else None,
             sampling_mask=self.sampling_mask,
+            scores=self._scores(),
         )
+
+    def _scores(self) -> TokenScores | None:
+        """Return the prompt's scores, if the request asks for them and its prompt was read."""
+        scoring = self.request.scoring
+        if scoring is None:
+            return None
+        if not scoring.scored(len(self.request.prompt_token_ids)):
+            return no_scores(scoring)
+        if self._prompt is None:
+            return None
+        top_ids, logprobs = self._prompt[:2]
+        given = 1 + scoring.width
+        return packed_scores(scoring, logprobs[:, :given], logprobs[:, given:], top_ids)
 
     def _experts(self, count: int) -> RoutedExperts:
         """Return each token's experts, from the pass that it was drawn from.

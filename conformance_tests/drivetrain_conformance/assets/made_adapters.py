@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from drivetrain.engine.engine import InferenceEngine
+from drivetrain.types.capability import Capability
+from drivetrain.types.modes import PauseMode
+from drivetrain.types.weights import LoraTensors, WeightUpdateRequest
 from drivetrain_conformance.assets.served_models import copy_model
 
 if TYPE_CHECKING:
     import torch
+
+    from drivetrain_weight_sync import AdapterTensors
 
 _TARGETS: Final = ("q_proj", "v_proj")
 
@@ -98,6 +105,46 @@ def change_adapter(
     (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+def tensors_in(folder: Path) -> AdapterTensors:
+    """Return the adapter of a peft folder as a trainer without peft holds it."""
+    from safetensors.torch import load_file
+
+    from drivetrain_weight_sync import AdapterTensors
+
+    config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    return AdapterTensors(config, load_file(folder / "adapter_model.safetensors"))
+
+
+@asynccontextmanager
+async def pushed_unchecked(
+    engine: InferenceEngine, name: str, adapter: AdapterTensors, mode: PauseMode = PauseMode.WAIT
+) -> AsyncGenerator[WeightUpdateRequest, None]:
+    """Put an adapter where the engine can read it, without the trainer's checks; yield the request to load it."""
+    from drivetrain_weight_sync.copying.digest import digests
+    from drivetrain_weight_sync.copying.plan import make_plan
+    from drivetrain_weight_sync.tensors.dtypes import spec_of
+    from drivetrain_weight_sync.transports.base import Sender
+    from drivetrain_weight_sync.transports.in_process import InProcessSender
+    from drivetrain_weight_sync.transports.shared_memory import SharedMemorySender
+
+    sender: Sender = InProcessSender() if engine.supports(Capability.WEIGHTS_IN_PROCESS) else SharedMemorySender()
+    plan = make_plan(spec_of(name, tensor) for name, tensor in adapter.tensors.items())
+    try:
+        sender.begin(plan)
+        for tensor_name, tensor in adapter.tensors.items():
+            sender.put(tensor_name, tensor, held=True)
+        yield WeightUpdateRequest(
+            version="unchecked",
+            source=sender.source(),
+            plan=plan,
+            digests=digests(adapter.tensors),
+            mode=mode,
+            lora=LoraTensors(lora_name=name, config=dict(adapter.config)),
+        )
+    finally:
+        sender.close()
 
 
 def has_layers(model: Path, targets: Sequence[str]) -> bool:

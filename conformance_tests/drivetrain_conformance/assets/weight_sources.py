@@ -249,7 +249,7 @@ def with_value(request: WeightUpdateRequest, name: str, tensor: torch.Tensor, va
 
 
 class Between:
-    """Wraps an engine for ``WeightSync`` and changes the update requests on their way to it.
+    """Wraps an engine for ``WeightSync`` or ``LoraSync`` and changes the update requests on their way to it.
 
     Args:
         engine: The engine.
@@ -309,6 +309,10 @@ class Between:
     async def prepare_weight_update(self, request: WeightUpdateRequest) -> None:
         """Prepare the changed request."""
         await self._engine.prepare_weight_update(self.change(request))
+
+    async def update_named_weights(self, request: WeightUpdateRequest) -> None:
+        """Update the engine at once with the changed request."""
+        await self._engine.update_named_weights(self.change(request))
 
     async def release_weight_sources(self) -> None:
         """Release the engine's weight sources."""

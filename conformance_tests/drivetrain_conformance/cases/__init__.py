@@ -13,6 +13,7 @@ GROUPS: Final = (
     "generate",
     "stop",
     "logprob",
+    "scoring",
     "streaming",
     "sampling",
     "sampling_mask",

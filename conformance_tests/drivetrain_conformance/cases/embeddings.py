@@ -12,6 +12,12 @@ from numpy.typing import NDArray
 from drivetrain.errors import InvalidRequest
 from drivetrain.types.capability import Capability
 from drivetrain.types.prompts import PromptLike, TextPrompt, TokenPrompt
+from drivetrain_conformance.assertions.pooled_inputs import (
+    SHORT_CONTEXT,
+    check_inputs_leave_nothing,
+    longest_input,
+    many_lengths,
+)
 from drivetrain_conformance.assertions.refusals import refused
 from drivetrain_conformance.assets.weight_sources import tensors_of, write_checkpoint
 from drivetrain_conformance.harness.case import case
@@ -25,9 +31,10 @@ _CONFIG: Final = {"task": "embed"}
 async def each_prompt_has_a_vector(bench: Bench) -> None:
     """Each prompt's vector has the direction of its last token's state in the last layer, in the order of the prompts.
 
-    This holds for models whose folder names no other pooling. After an update it holds for the new weights.
+    This holds for models whose folder names no other pooling. After an update it holds for the new weights. A long
+    prompt is not cut off.
     """
-    prompts = [bench.prompt(length) for length in (1, 6, 40)]
+    prompts = [bench.prompt(length) for length in (1, 6, longest_input(bench), 40)]
     vectors = np.array(await bench.engine.encode(prompts))
     assert vectors.ndim == 2
     assert len(vectors) == len(prompts)
@@ -67,10 +74,15 @@ async def different_prompts_differ(bench: Bench) -> None:
 
 @case(Capability.EMBED, config=_CONFIG)
 async def a_batch_changes_no_vector(bench: Bench) -> None:
-    """A prompt's vector is the same alone and among prompts of other lengths, within rounding."""
-    prompts = [bench.prompt(length) for length in (2, 5, 9, 33, 5)]
-    alone = np.array([await bench.engine.encode_single(prompt) for prompt in prompts])
-    _assert_near(bench, np.array(await bench.engine.encode(prompts)), alone)
+    """A prompt's vector is the same alone and among prompts of other lengths, within rounding.
+
+    This holds for batches that take several forward passes. Prompts that were embedded leave nothing behind.
+    """
+    for lengths in ((2, 5, 9, 33, 5), many_lengths(bench)):
+        prompts = [bench.prompt(length) for length in lengths]
+        alone = np.array([await bench.engine.encode_single(prompt) for prompt in prompts])
+        _assert_near(bench, np.array(await bench.engine.encode(prompts)), alone)
+    await check_inputs_leave_nothing(bench, bench.engine.encode)
 
 
 @case(Capability.EMBED, config=_CONFIG)
@@ -87,7 +99,10 @@ async def similarity_is_a_cosine(bench: Bench) -> None:
 
 @case(Capability.EMBED, config=_CONFIG)
 async def dimensions_shorten_a_vector(bench: Bench) -> None:
-    """With dimensions=8 a vector has eight numbers, in the direction of the full vector's first eight."""
+    """With dimensions=8 a vector has eight numbers, in the direction of the full vector's first eight.
+
+    It is scaled to length 1.
+    """
     prompts = bench.prompts(2)
     whole = np.array(await bench.engine.encode(prompts))
     short = np.array(await bench.engine.encode(prompts, dimensions=8))
@@ -95,6 +110,7 @@ async def dimensions_shorten_a_vector(bench: Bench) -> None:
     assert short.shape == (2, 8)
     _assert_near(bench, _directions(short), _directions(whole[:, :8]))
     _assert_near(bench, single, short[0])
+    _assert_near(bench, np.linalg.norm(short, axis=1), np.ones(2))
 
 
 @case(Capability.EMBED, config=_CONFIG)
@@ -106,10 +122,14 @@ async def dimensions_that_cannot_be_are_refused(bench: Bench) -> None:
     assert await bench.engine.encode_single(bench.prompt())
 
 
-@case(Capability.EMBED, config=_CONFIG)
+@case(Capability.EMBED, config={**_CONFIG, "context_length": SHORT_CONTEXT})
 async def bad_prompts_are_refused(bench: Bench) -> None:
-    """Prompts that are empty, too long or outside the vocabulary are refused before any work."""
+    """Prompts that are empty, too long or outside the vocabulary are refused before any work.
+
+    Too long is what exceeds the configured ``context_length``.
+    """
     info = bench.engine.model_info
+    assert info.context_length == SHORT_CONTEXT, f"context_length={SHORT_CONTEXT} was asked for: {info.context_length}"
     too_long = bench.prompt(1) * (info.context_length + 1)
     wrongs: list[list[list[int]]] = [[[]], [bench.prompt(), [info.vocab_size]], [too_long], []]
     for wrong in wrongs:

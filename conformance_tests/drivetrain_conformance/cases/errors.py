@@ -538,6 +538,53 @@ async def sequences_that_cannot_be_scored_are_refused(bench: Bench) -> None:
         await bench.engine.compute_logprobs([good])
 
 
+@case(Capability.SCORE_TOKENS, Capability.SCORE_AT)
+async def scores_that_cannot_be_computed_are_refused(bench: Bench) -> None:
+    """Wrong ids, shapes, positions and temperatures of compute_logprobs() are refused, naming the argument."""
+    one, model = bench.prompt(5), bench.engine.model_info
+    ids = np.zeros((5, 3), dtype=np.int64)
+    outside, negative = ids.copy(), ids.copy()
+    outside[4, 2], negative[0, 1] = model.vocab_size, -1
+    many = np.zeros((5, model.vocab_size + 1), dtype=np.int32)
+    values: dict[str, Sequence[Any]] = {
+        "temperature": (0, -1.0, 1e-40, 1e39, _NAN, _INFINITY, "hot", True, [1.0]),
+        "last_n": (0, -1, 6, 2**70, 1.5, "all", True, [0], [5, 5], [6], [None], []),
+        "top_k": (-1, model.vocab_size + 1, 2**31, 1.5, "all", True),
+        "at": (3, "ids", b"ids", {}, [], [ids, ids]),
+        "lora": (3, ""),
+        "timeout": (-1, "long"),
+    }
+    arrays: Sequence[Any] = (
+        *(
+            outside,
+            negative,
+            ids[:4],
+            ids[0],
+            ids[None],
+            ids[:, :0],
+            many,
+            ids.astype(np.float32),
+            ids.astype(np.bool_),
+        ),
+        *(None, [], [[]] * 5, [["a"]] * 5, [[2**70]] * 5, [[1], [1, 2], [1], [1], [1]]),
+    )
+    wrong = [
+        *((name, {"last_n": 5, name: value}) for name, given in values.items() for value in given),
+        *(("at[0]", {"at": [array]}) for array in arrays),
+        ("at[0]", {"at": [ids], "last_n": 4}),
+    ]
+    unscorable: list[Any] = [[[]], [one, []], [[model.vocab_size]], [[-1]], [[1] * (model.context_length + 1)]]
+    async with _unharmed(bench):
+        for field, arguments in wrong:
+            with _refused(field, f"{arguments!r:.200}"):
+                await bench.engine.compute_logprobs([one], **arguments)
+        for sequences in unscorable:
+            with _refused("prompts", f"sequences={sequences!r:.100}"):
+                await bench.engine.compute_logprobs(sequences, last_n=1)
+        (scored,) = (await bench.engine.compute_logprobs([one], at=[ids], last_n=5)).completions
+        assert scored.scores is not None
+
+
 # Control -------------------------------------------------------------------------------------------------------------
 
 

@@ -17,19 +17,20 @@ import psutil
 
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.engine.states import EngineState
-from drivetrain.errors import DrivetrainError, EngineDied, EngineStartError, EngineStateError
+from drivetrain.errors import DeadlineExceeded, DrivetrainError, EngineDied, EngineStartError, EngineStateError
 from drivetrain.types.capability import Capability
 from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain.types.sampling import SamplingParams
 from drivetrain.types.weights import DiskSource, WeightUpdateRequest
 from drivetrain_conformance.assertions.leftovers import Holdings, check_nothing_left, temporary_folder
 from drivetrain_conformance.assertions.memory_use import processes_of
-from drivetrain_conformance.assertions.refusals import refused
+from drivetrain_conformance.assertions.refusals import raises, refused
 from drivetrain_conformance.assertions.same_answers import check_same
+from drivetrain_conformance.assets.made_adapters import make_adapter, tensors_in
 from drivetrain_conformance.assets.weight_sources import Between, tensors_of
 from drivetrain_conformance.harness.case import case
 from drivetrain_conformance.harness.testbench import Bench
-from drivetrain_weight_sync import WeightSync
+from drivetrain_weight_sync import LoraSync, WeightSync
 from drivetrain_weight_sync.transports.updatable_engine import UpdateUnderWay
 
 BOUND: Final = 30.0
@@ -211,17 +212,58 @@ async def a_host_killed_during_a_push(bench: Bench) -> None:
     assert not {name for name in left if "drivetrain" in name}, f"in shared memory lie {sorted(left)}"
 
 
+@case(
+    Capability.LORA,
+    Capability.WEIGHTS_LORA_TENSORS,
+    Capability.WEIGHTS_SHARED_MEMORY,
+    config={"enable_lora": True, "max_loras": 2, "max_lora_rank": 8},
+    own_engine=True,
+)
+async def a_host_killed_while_it_takes_an_adapter(bench: Bench) -> None:
+    """If the engine is killed while it takes an adapter as tensors, the push ends in EngineDied and frees the memory.
+
+    A frozen engine lets the push end in DeadlineExceeded after ``timeouts.control``, or in EngineDied.
+    """
+    adapter = tensors_in(make_adapter(bench.model, bench.folder("adapter"), seed=1).path)
+    before = Holdings.now()
+    for number, ends in ((signal.SIGKILL, (EngineDied,)), (signal.SIGSTOP, (EngineDied, DeadlineExceeded))):
+        async with _hosted(bench, timeouts={"control": HEARTBEAT}) as engine:
+            doomed = _Doomed(engine, number)
+            async with LoraSync.connect(adapter, doomed, "a", "shared_memory") as sync:
+                doomed.spared = True
+                await sync.push(version="first")
+                doomed.spared = False
+                with raises(ends, f"a push to an engine that got {number.name}"):
+                    async with asyncio.timeout(BOUND):
+                        await sync.push(version="never")
+            assert doomed.began, "the push ended before the update began"
+            assert engine.get_weight_version() == "first"
+            if number is signal.SIGSTOP:
+                _signal_host(engine, signal.SIGKILL)
+    left = Holdings.now().shared_memory - before.shared_memory
+    assert not {name for name in left if "drivetrain" in name}, f"in shared memory lie {sorted(left)}"
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 
 
 class _Doomed(Between):
-    """Kills the engine's host as soon as a weight update has begun."""
+    """Signals the engine's host as soon as a weight update has begun, or an adapter was sent."""
 
     began = False
+    spared = False
+    """If true, no signal is sent."""
 
-    def __init__(self, engine: InferenceEngine) -> None:
+    def __init__(self, engine: InferenceEngine, number: signal.Signals = signal.SIGKILL) -> None:
         super().__init__(engine)
         self._victim = engine
+        self._number = number
+
+    async def update_named_weights(self, request: WeightUpdateRequest) -> None:
+        if not self.spared:
+            self.began = True
+            _signal_host(self._victim, self._number)
+        await super().update_named_weights(request)
 
     @asynccontextmanager
     async def weight_update(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
 from contextlib import aclosing, suppress
 from typing import Final
@@ -10,7 +11,7 @@ from typing import Final
 from drivetrain.errors import InvalidRequest
 from drivetrain.types.capability import Capability
 from drivetrain.types.modes import PauseMode
-from drivetrain.types.sampling import SamplingParams
+from drivetrain.types.sampling import JsonSchema, SamplingParams
 from drivetrain_conformance.assertions.event_loop_stalls import check_it_runs
 from drivetrain_conformance.assertions.idle_cpu import check_rests
 from drivetrain_conformance.assertions.memory_use import check_steady, held_by
@@ -22,6 +23,7 @@ ROUNDS: Final = 4
 """Rounds of requests between two measurements."""
 ROOM: Final = 48 * 1024
 """Bytes by which memory may grow in one round of about 14 requests: allocator overhead."""
+_PARTS: Final = 250
 
 _FREEZES: Final = (
     (Capability.PAUSE_IN_PLACE, PauseMode.IN_PLACE),
@@ -55,7 +57,8 @@ async def requests_leave_nothing_behind(bench: Bench) -> None:
 async def requests_do_not_hold_the_event_loop(bench: Bench) -> None:
     """Serving requests of every kind, and refusing overlong ones, does not block the trainer's event loop.
 
-    Nor does an engine that has nothing to do compute in the trainer's process.
+    Nor does a grammar that takes long to compile. An engine that has nothing to do does not compute in the trainer's
+    process.
     """
     # So long that work in the loop for each token of a prompt shows.
     prompts = bench.prompts(4, min(2000, bench.engine.model_info.context_length // 2))
@@ -66,8 +69,21 @@ async def requests_do_not_hold_the_event_loop(bench: Bench) -> None:
         for prompt in too_long:
             with refused(InvalidRequest, field="prompts", naming="context length"):
                 await bench.engine.generate(prompt)
+    if bench.claims(Capability.STRUCTURED_JSON):
+        async with check_it_runs():
+            await _request_with_a_large_schema(bench)
     await until_idle(bench.engine)
     await check_rests()
+
+
+async def _request_with_a_large_schema(bench: Bench) -> None:
+    """Generate a token by a schema whose compilation takes some seconds; an engine may refuse it as too large."""
+    text = {"type": "string", "maxLength": 40}
+    part = {"type": "object", "properties": {f"field_{number}": text for number in range(10)}}
+    schema = {"type": "object", "properties": {f"part_{number}": part for number in range(_PARTS)}}
+    params = SamplingParams(max_new_tokens=1, structured_output=JsonSchema(json_schema=json.dumps(schema)))
+    with suppress(InvalidRequest):
+        await bench.engine.generate(bench.prompt(), params)
 
 
 async def _requests_of_every_kind(bench: Bench, prompts: Sequence[list[int]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
 from typing import Final
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 
 from drivetrain.backend.toolkit.progress_bars import no_progress_bars
 from drivetrain.types.capability import Capability
+from drivetrain.types.modes import PauseMode
 from drivetrain.types.outputs import Completion
 from drivetrain.types.sampling import SamplingParams
 from drivetrain_conformance.assertions.same_answers import check_same
@@ -20,6 +22,9 @@ from drivetrain_conformance.harness.testbench import Bench, NoOracle
 from drivetrain_conformance.references.oracle import HiddenStatesOracle
 
 _STATES: Final = SamplingParams(max_new_tokens=8, temperature=0, return_hidden_states=True)
+_FREEZES: Final = {Capability.PAUSE_IN_PLACE: PauseMode.IN_PLACE, Capability.PAUSE_RETRACT: PauseMode.RETRACT}
+_BOUND: Final = 60.0
+"""Timeout, in seconds, for requests that were frozen to come back."""
 _EXPERTS: Final = SamplingParams(max_new_tokens=8, temperature=0, return_routed_experts=True)
 
 
@@ -59,13 +64,44 @@ async def states_are_those_of_the_last_layer(bench: Bench) -> None:
 
 @case(Capability.HIDDEN_STATES)
 async def states_do_not_depend_on_the_batch_or_the_cache(bench: Bench) -> None:
-    """Hidden states are complete and equal for a prompt alone, in a batch, and when its prefix is cached."""
+    """Hidden states are complete and equal for a prompt alone, in a batch, and when its prefix is cached.
+
+    They are so beside requests that ask for none, in streams, and for requests that were frozen and went on.
+    """
     long = bench.prompt(min(400, bench.engine.model_info.context_length // 2))
     prompts = [bench.prompt(4), long, bench.prompt(9)]
     alone = [(await bench.engine.generate(prompt, _STATES)).completions[0] for prompt in prompts]
     again = (await bench.engine.generate(prompts, _STATES)).completions
-    check_same(bench, again, alone)
-    for one, other in zip(alone, again, strict=True):
+    _assert_same(bench, again, alone)
+    without = _STATES.model_copy(update={"return_hidden_states": False})
+    each = [without, without, _STATES, without, _STATES, _STATES]
+    beside = (await bench.engine.generate([*prompts, *prompts[::-1]], each)).completions
+    asked = [completion for completion, params in zip(beside, each, strict=True) if params.return_hidden_states]
+    _assert_same(bench, asked, [alone[2], alone[1], alone[0]])
+    if bench.claims(Capability.STREAMING):
+        chunks = [chunk async for chunk in bench.engine.generate_stream(prompts[0], _STATES)]
+        _assert_same(bench, [chunk.completion for chunk in chunks if chunk.completion is not None], alone[:1])
+    await _check_freezes(bench)
+
+
+async def _check_freezes(bench: Bench) -> None:
+    """Check that requests which were frozen have the states of all their tokens, beside one that asks for none."""
+    prompts, asking = bench.prompts(2), bench.long(250, return_hidden_states=True)
+    params = [asking.model_copy(update={"return_hidden_states": False}), asking]
+    whole = (await bench.engine.generate(prompts, params)).completions
+    for mode in (mode for needed, mode in _FREEZES.items() if bench.claims(needed)):
+        async with bench.in_flight(prompts, params) as task:
+            await bench.engine.pause_generation(mode)
+            await bench.engine.continue_generation()
+            async with asyncio.timeout(_BOUND):
+                completions = (await task).completions
+        _assert_same(bench, completions[1:], whole[1:])
+
+
+def _assert_same(bench: Bench, got: Sequence[Completion], expected: Sequence[Completion]) -> None:
+    """Assert that greedy completions have the same tokens and states."""
+    check_same(bench, got, expected)
+    for one, other in zip(expected, got, strict=True):
         if one.token_ids == other.token_ids:
             _assert_near(bench, _states(other), _states(one))
 
@@ -76,7 +112,7 @@ def _states(completion: Completion) -> NDArray[np.float64]:
 
 
 def _assert_near(bench: Bench, found: NDArray[np.float64], expected: NDArray[np.float64]) -> None:
-    assert found.shape == expected.shape
+    assert found.shape == expected.shape, f"expected states of shape {expected.shape}, got {found.shape}"
     worst = float(np.abs(found - expected).max())
     # A logprob's tolerance suits numbers around one; hidden states can be of any size.
     allowed = bench.tolerance() * max(1.0, float(np.abs(expected).max()))

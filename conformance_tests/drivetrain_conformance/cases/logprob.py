@@ -320,7 +320,7 @@ async def tokens_that_cannot_be_drawn_are_not_among_the_likely(bench: Bench) -> 
 async def _check_top(bench: Bench, mode: LogprobsMode) -> None:
     params = [
         SamplingParams(temperature=temperature, max_new_tokens=8, logprobs=count, logprobs_mode=mode)
-        for temperature, count in zip(_TEMPERATURES, (4, 1, 5, 2, 3), strict=True)
+        for temperature, count in zip((*_TEMPERATURES, _COLD), (4, 1, 5, 2, 3, 2), strict=True)
     ]
     output = await bench.engine.generate(bench.prompts(len(params)), params)
     for completion, one in zip(output.completions, params, strict=True):

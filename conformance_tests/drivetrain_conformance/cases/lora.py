@@ -13,13 +13,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 from weakref import WeakKeyDictionary
 
+import numpy as np
+
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.errors import (
+    DrivetrainError,
     EngineBusy,
     InvalidConfig,
     InvalidRequest,
     NonFiniteLogits,
     TooManyAdapters,
+    WeightVerifyFailed,
 )
 from drivetrain.types.capability import Capability
 from drivetrain.types.modes import MemoryTag, PauseMode
@@ -30,18 +34,28 @@ from drivetrain_conformance.assertions.event_loop_stalls import check_it_runs
 from drivetrain_conformance.assertions.memory_use import check_steady, descriptors_of, held_by, threads_of
 from drivetrain_conformance.assertions.refusals import refused
 from drivetrain_conformance.assertions.same_answers import check_greedy, check_same
-from drivetrain_conformance.assets.made_adapters import Adapter, change_adapter, has_layers, make_adapter, merge
+from drivetrain_conformance.assets.made_adapters import (
+    Adapter,
+    change_adapter,
+    has_layers,
+    make_adapter,
+    merge,
+    pushed_unchecked,
+    tensors_in,
+)
 from drivetrain_conformance.assets.served_models import ModelKind, Models
+from drivetrain_conformance.assets.weight_sources import with_another_digest
 from drivetrain_conformance.harness.case import case
 from drivetrain_conformance.harness.testbench import Bench
-from drivetrain_conformance.references.oracle import log_softmax
+from drivetrain_conformance.references.oracle import HiddenStatesOracle, log_softmax
 from drivetrain_conformance.references.reference_sampling import steps
+from drivetrain_weight_sync import AdapterTensors, LoraSync, Strategy
 
 if TYPE_CHECKING:
     import torch
 
-_CONFIG: Final = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8}
-ROOM: Final = 128 * 1024
+_CONFIG: Final = {"enable_lora": True, "max_loras": 6, "max_lora_rank": 8}
+ROOM: Final = 64 * 1024
 """Bytes by which memory may grow with an adapter that is loaded and unloaded: allocator overhead."""
 _LOADS: Final = 19
 """Adapters loaded one after another: more than the slots, up to 16, by which an engine may know them."""
@@ -133,17 +147,40 @@ async def an_adapter_adds_its_product(bench: Bench) -> None:
 
 @case(Capability.LORA, Capability.LOGPROBS_RAW, config=_CONFIG)
 async def logprobs_are_those_with_the_adapter(bench: Bench) -> None:
-    """Raw logprobs of sampled tokens are those of the model with the adapter merged in."""
+    """Raw logprobs of sampled tokens are those of the model with the adapter merged in.
+
+    So are hidden states, beside requests of the base.
+    """
     made = _make(bench, seed=1)
     params = SamplingParams(max_new_tokens=12, n=2, logprobs=0, logprobs_mode=LogprobsMode.RAW)
     async with _loaded(bench, a=made):
         output = await bench.engine.generate(bench.prompts(2), params, lora="a")
+        if bench.claims(Capability.HIDDEN_STATES):
+            await _check_hidden_states(bench, made)
     for completion in output.completions:
         expected = bench.output_logprobs(completion, model=made.merged)
         assert completion.logprobs is not None
         assert len(completion.logprobs) == len(expected)
         worst = max(abs(one - other) for one, other in zip(completion.logprobs, expected, strict=True))
         assert worst <= bench.tolerance(), f"a logprob is {worst:.3g} nats off that of the merged model"
+
+
+async def _check_hidden_states(bench: Bench, made: _Made) -> None:
+    """Check that hidden states with an adapter are the merged model's, and those without it the base's."""
+    params = _GREEDY.model_copy(update={"return_hidden_states": True})
+    calls = (bench.engine.generate(bench.prompts(2), params, lora=name) for name in ("a", None))
+    outputs = await asyncio.gather(*calls)
+    for output, model in zip(outputs, (made.merged, bench.model), strict=True):
+        oracle = bench.oracle(model)
+        if not isinstance(oracle, HiddenStatesOracle):
+            return
+        for completion in output.completions:
+            check_greedy(bench, completion, model=model)
+            first, drawn = len(completion.prompt_token_ids) - 1, len(completion.token_ids)
+            states = oracle.hidden_states([*completion.prompt_token_ids, *completion.token_ids])
+            off = float(np.abs(np.array(completion.hidden_states) - states[first : first + drawn]).max())
+            allowed = bench.tolerance() * max(1.0, float(np.abs(states).max()))
+            assert off <= allowed, f"a hidden state is off by {off:.3g}; {allowed:.3g} is allowed"
 
 
 @case(Capability.LORA, config=_CONFIG)
@@ -154,15 +191,17 @@ async def requests_in_flight_use_different_adapters(bench: Bench) -> None:
     NonFiniteLogits; requests beside and after it are unaffected.
     """
     prompts = bench.prompts(2)
-    one, two, three = (f"{_LONG_NAME}-{end}" for end in ("a", "A", "b"))
+    one, two, three, *more = (f"{_LONG_NAME}-{end}" for end in ("a", "A", "b", "c", "d", "e"))
     made = {one: _make(bench, seed=1), two: _make(bench, seed=2, rank=8), three: _make(bench, seed=3)}
-    names = (one, None, two, three, one, None)
-    async with _loaded(bench, **made):
+    # More adapters in a batch than kernels may have places for; equal ones under several names are several.
+    every = {**made, **dict(zip(more, made.values(), strict=True))}
+    names = (*every, None, one, None)
+    async with _loaded(bench, **every):
         alone = [await _answers(bench, prompts, name) for name in names]
         together = await asyncio.gather(*(_answers(bench, prompts, name) for name in names))
     for name, *answers in zip(names, alone, together, strict=True):
         for completions in answers:
-            _assert_made_by(bench, completions, made[name] if name else None)
+            _assert_made_by(bench, completions, every[name] if name else None)
     base, *adapted = [[one.token_ids for one in together[names.index(name)]] for name in (None, *made)]
     assert all(first != second for first, second in combinations(adapted, 2)), "two adapters answer alike"
     assert base not in adapted, "an adapter answers as the base does"
@@ -478,9 +517,11 @@ async def a_name_may_come_back_as_another_adapter(bench: Bench) -> None:
     await _check_a_folder_is_read_again(bench, prompts, made, other)
     await _check_many_loads(bench, prompts[1], (made, other, _make(bench, seed=3)))
 
+    large = _make(bench, seed=2, rank=8)
+
     async def held_after_some() -> dict[str, int]:
         async with check_it_runs():
-            for one in (made, other) * 2:
+            for one in [large] * 4:
                 async with _loaded(bench, a=one):
                     pass
         return await held_by(bench.engine)  # outside of the check: it collects garbage
@@ -498,6 +539,8 @@ async def _check_a_folder_is_read_again(bench: Bench, prompts: Sequence[list[int
             shutil.copyfile(file, latest / file.name)
         await bench.engine.load_lora_adapter("a", str(latest))
         answers = await _answers(bench, prompts, "a")
+        if bench.claims(Capability.PROMPT_LOGPROBS):
+            await _check_prompt_logprobs(bench, prompts[0], one)
         await bench.engine.unload_lora_adapter("a")
         _assert_made_by(bench, answers, one)
 
@@ -516,7 +559,8 @@ async def _check_many_loads(bench: Bench, prompt: list[int], adapters: Sequence[
 async def no_more_adapters_than_the_limit(bench: Bench) -> None:
     """One adapter more than max_loras is refused, naming the limit; after unloading one it loads."""
     first, second, third = (_make(bench, seed=seed) for seed in (1, 2, 3))
-    async with _loaded(bench, b=second, d=second):
+    others = dict.fromkeys("bdefg", second)
+    async with _loaded(bench, **others):
         async with _loaded(bench, a=first):
             with refused(TooManyAdapters, field="lora_name", naming="max_loras"):
                 await bench.engine.load_lora_adapter("c", third.path)
@@ -672,6 +716,194 @@ async def an_adapter_that_cannot_be_updated_serves_on(bench: Bench) -> None:
         _assert_made_by(bench, (await flying).completions, made)
         assert bench.engine.get_weight_version() == "newer"
         _assert_made_by(bench, await _answers(bench, prompts, "a"), newer)
+
+
+# From tensors -----------------------------------------------------------------------------------------------------
+
+_FROM_MEMORY: Final = {
+    Capability.WEIGHTS_IN_PROCESS: Strategy.IN_PROCESS,
+    Capability.WEIGHTS_SHARED_MEMORY: Strategy.SHARED_MEMORY,
+    Capability.WEIGHTS_CUDA_IPC: Strategy.CUDA_IPC,
+    Capability.WEIGHTS_BROADCAST: Strategy.BROADCAST,
+}
+_SCORED: Final = _GREEDY.model_copy(update={"logprobs": 0, "logprobs_mode": LogprobsMode.RAW})
+
+
+@dataclass(frozen=True, slots=True)
+class _Policy:
+    """A policy that is trained: its adapter's tensors, and the names under which it is served."""
+
+    name: str
+    tensors: AdapterTensors
+
+    @classmethod
+    def of(cls, name: str, made: _Made, strategy: Strategy) -> _Policy:
+        """Return a policy with copies of an adapter's tensors, where the strategy sends them from."""
+        held = tensors_in(made.adapter.path)
+        device = "cuda" if strategy is Strategy.CUDA_IPC else "cpu"
+        return cls(name, AdapterTensors(held.config, {key: one.to(device) for key, one in held.tensors.items()}))
+
+    def becomes(self, made: _Made) -> None:
+        """Write an adapter of the same form over the tensors, as an optimiser's step does."""
+        for key, tensor in tensors_in(made.adapter.path).tensors.items():
+            self.tensors.tensors[key].copy_(tensor)
+
+
+async def _scored(bench: Bench, prompts: Sequence[list[int]], lora: str | None) -> list[Completion]:
+    return (await bench.engine.generate(list(prompts), _SCORED, lora=lora)).completions
+
+
+@case(Capability.LORA, Capability.WEIGHTS_LORA_TENSORS, Capability.LOGPROBS_RAW, config=_CONFIG, changes_weights=True)
+async def adapters_are_updated_from_tensors(bench: Bench) -> None:
+    """Two adapters that are pushed as tensors, in turns, are served as if they had been loaded from folders.
+
+    Each transport that the engine claims is tried. Answers and logprobs are those of the folders, also for cached
+    prompts and after an update of the base in between; each push publishes its version. The base and the other adapter
+    serve on unchanged.
+    """
+    engine = bench.engine
+    one, other, newer = (_make(bench, seed=seed) for seed in (1, 2, 4))
+    strategies = [strategy for needed, strategy in _FROM_MEMORY.items() if bench.claims(needed)]
+    # An engine that takes no adapters as tensors refuses this.
+    LoraSync.connect(tensors_in(one.adapter.path), engine, strategy=next(iter(strategies), Strategy.SHARED_MEMORY))
+    prompts = [bench.prompt(), bench.prompt(min(400, engine.model_info.context_length // 2))]
+    base = await bench.greedy(prompts)
+    expected: dict[Path, list[Completion]] = {}
+    for made in (one, other, newer):
+        async with _loaded(bench, folder=made):
+            expected[made.merged] = await _scored(bench, prompts, "folder")
+    auto = LoraSync.connect(tensors_in(one.adapter.path), engine).strategy
+    assert auto in strategies, f"strategy auto is {auto}, though adapters can be taken by {strategies}"
+    for strategy in strategies:
+        first, second = _Policy.of("first", one, strategy), _Policy.of("second", other, strategy)
+        async with (
+            LoraSync.connect(first.tensors, engine, first.name, strategy) as sync,
+            LoraSync.connect(second.tensors, engine, second.name, strategy) as beside,
+        ):
+            served: dict[str, _Made] = {}
+            for step, (policy, made) in enumerate(
+                [(first, one), (second, other), (first, newer), (second, other), (first, one)]
+            ):
+                policy.becomes(made)
+                pushing = sync if policy is first else beside
+                result = await pushing.push(version=f"{strategy.value}-{step}")
+                assert result.strategy is strategy
+                assert result.version == engine.get_weight_version() == f"{strategy.value}-{step}"
+                served[policy.name] = made
+                for name, its in served.items():
+                    answers = await _scored(bench, prompts, name)
+                    _assert_made_by(bench, answers, its)
+                    check_same(bench, answers, expected[its.merged], model=its.merged)
+            check_same(bench, await bench.greedy(prompts), base)
+            if bench.claims(Capability.WEIGHTS_DISK):
+                await _check_an_update_of_the_base(bench, sync, first, one, newer)
+        for name in served:
+            await engine.unload_lora_adapter(name)
+            with refused(InvalidRequest, field="lora"):
+                await _answers(bench, prompts, name)
+    check_same(bench, await bench.greedy(prompts), base)
+
+
+async def _check_an_update_of_the_base(bench: Bench, sync: LoraSync, policy: _Policy, *adapters: _Made) -> None:
+    """Check that an adapter holds over new base weights, and can be pushed again over them; then restore the base."""
+    new_base, prompts = bench.other_weights(), bench.prompts(2)
+    await bench.engine.load_weights_from_disk(str(new_base), "new-base")
+    for made in adapters:
+        if made is not adapters[0]:
+            policy.becomes(made)
+            await sync.push(version="over-the-new-base")
+        together = merge(new_base, made.adapter, bench.folder("merged"))
+        for completion in await _answers(bench, prompts, policy.name):
+            check_greedy(bench, completion, model=together)
+            assert completion.weight_version == bench.engine.get_weight_version()
+    await bench.engine.load_weights_from_disk(str(bench.model), "old-base")
+
+
+def _of_another_rank(config: dict[str, object], tensors: dict[str, torch.Tensor]) -> None:
+    """Double the rank in one layer alone, against the configuration."""
+    import torch
+
+    name = next(iter(tensors))
+    tensors[name] = torch.cat([tensors[name], tensors[name]])
+
+
+@case(Capability.LORA, Capability.WEIGHTS_LORA_TENSORS, Capability.IGNORE_EOS, config=_CONFIG, changes_weights=True)
+async def an_adapter_refused_as_tensors_leaves_the_old_one(bench: Bench) -> None:
+    """An adapter that no folder may hold is refused as tensors too, and the old one serves on; nothing is left over.
+
+    Tensors that differ from their digests are named. With mode retract or in_place, a push is refused while requests
+    use the adapter. With mode wait they end with the old adapter, and none is answered by the new one before.
+    """
+    engine, made, newer, prompts = bench.engine, _make(bench, seed=1), _make(bench, seed=4), bench.prompts(2)
+    given = tensors_in(made.adapter.path)
+    async with _loaded(bench, a=made):
+        version = engine.get_weight_version()
+
+        async def refuse(name: str, adapter: AdapterTensors, kind: type[DrivetrainError], what: str) -> None:
+            async with pushed_unchecked(engine, name, adapter) as request:
+                with refused(kind, otherwise=f"an adapter with {what} is taken as tensors"):
+                    await engine.update_named_weights(request)
+
+        for field, value in _NOT_PLAIN.items():
+            await refuse("a", AdapterTensors({**given.config, field: value}, given.tensors), InvalidRequest, field)  # type: ignore[dict-item]
+        wide = tensors_in(make_adapter(bench.model, bench.folder("adapter"), seed=1, rank=64).path)
+        misfit = tensors_in(make_adapter(bench.model, bench.folder("adapter"), seed=1, columns=24).path)
+        wrong = {"more than max_lora_rank": wide, "other shapes": misfit}
+        for what, change in {**_DEFECTS, "a layer of another rank": _of_another_rank}.items():
+            config, tensors = dict(given.config), {key: one.clone() for key, one in given.tensors.items()}
+            change(config, tensors)  # type: ignore[arg-type]
+            wrong[what] = AdapterTensors(config, tensors)
+        for what, adapter in wrong.items():
+            await refuse("a", adapter, InvalidRequest, what)
+        await _check_digests(bench, given)
+        async with _loaded(bench, b=made, c=made):
+            await refuse("d", given, TooManyAdapters, "more than max_loras")
+        now = engine.get_weight_version()
+        assert now == version, f"a refused push changed the version from {version} to {now}"
+        _assert_made_by(bench, await _answers(bench, prompts, "a"), made)
+        await _check_requests_in_flight(bench, made, newer)
+
+        async def held_after_some() -> dict[str, int]:
+            for what in ("NaN", "more than max_lora_rank"):
+                await refuse("a", wrong[what], InvalidRequest, what)
+            return await held_by(engine)
+
+        await held_after_some()  # the first ones fill caches
+        room = {"bytes of memory": 4 * ROOM, "threads": 1, "descriptors": 1}
+        await check_steady(held_after_some, room, "two adapters that were refused as tensors")
+
+
+async def _check_digests(bench: Bench, given: AdapterTensors) -> None:
+    """Check that a tensor that is not what was sent is named, and that digests of all tensors must be given."""
+    async with pushed_unchecked(bench.engine, "a", given) as request:
+        name = next(iter(given.tensors))
+        with refused(WeightVerifyFailed, naming=name, otherwise="a tensor of an adapter that is not what was sent"):
+            await bench.engine.update_named_weights(with_another_digest(request, name))
+        few = {key: value for key, value in (request.digests or {}).items() if key != name}
+        with refused(InvalidRequest, naming=name, otherwise="an adapter with a tensor that has no digest"):
+            await bench.engine.update_named_weights(request.model_copy(update={"digests": few}))
+
+
+async def _check_requests_in_flight(bench: Bench, made: _Made, newer: _Made) -> None:
+    """Check that requests in flight end with the adapter ``made`` before ``newer`` is served under its name."""
+    engine, prompts, adapter = bench.engine, bench.prompts(2), tensors_in(newer.adapter.path)
+    async with bench.in_flight(prompts, bench.long(200, ignore_eos=True), lora="a") as flying:
+        for mode in (PauseMode.RETRACT, PauseMode.IN_PLACE):
+            async with pushed_unchecked(engine, "a", adapter, mode) as request:
+                with refused(EngineBusy, naming="2 requests"):
+                    await engine.update_named_weights(request)
+        _assert_made_by(bench, await _answers(bench, prompts, "a"), made)
+        async with pushed_unchecked(engine, "a", adapter) as request:
+            pushing = asyncio.create_task(engine.update_named_weights(request))
+            arriving = asyncio.create_task(_answers(bench, prompts, "a"))
+            await pushing
+        assert flying.done(), "the update came before the requests had ended"
+    _assert_made_by(bench, (await flying).completions, made)
+    assert engine.get_weight_version() == "unchecked"
+    for completion in await arriving:
+        # It came while the new adapter was being staged: served by one of the two, as its version says.
+        _assert_made_by(bench, [completion], newer if completion.weight_version == "unchecked" else made)
+    _assert_made_by(bench, await _answers(bench, prompts, "a"), newer)
 
 
 @case(Capability.LORA, Capability.WEIGHTS_DISK, config=_CONFIG, changes_weights=True)

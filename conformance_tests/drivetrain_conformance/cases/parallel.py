@@ -19,11 +19,12 @@ from drivetrain_conformance.assertions.memory_use import held_by_ranks, paramete
 from drivetrain_conformance.assertions.refusals import raises
 from drivetrain_conformance.assertions.same_answers import check_greedy
 from drivetrain_conformance.assertions.weight_checks import check_holds
+from drivetrain_conformance.assets.made_adapters import make_adapter, merge, tensors_in
 from drivetrain_conformance.assets.served_models import ModelKind
 from drivetrain_conformance.assets.weight_sources import Between, a_matrix, tensors_of, with_another_digest
 from drivetrain_conformance.harness.case import Hardware, case
 from drivetrain_conformance.harness.testbench import Bench
-from drivetrain_weight_sync import Strategy, WeightSync
+from drivetrain_weight_sync import LoraSync, Strategy, WeightSync
 
 TOKENS: Final = 24
 """Length of each answer that is compared."""
@@ -138,6 +139,47 @@ async def a_push_reaches_the_rank_of_each_expert(bench: Bench) -> None:
     """With half of a mixture's experts on each of two ranks, each expert reaches its rank and reads back as sent."""
     strategies = [Strategy.SHARED_MEMORY, Strategy.CUDA_IPC]
     await _reaches_every_rank(bench, strategies, device="cuda:0", expert_parallel_size=2)
+
+
+@case(
+    Capability.TENSOR_PARALLEL,
+    Capability.LORA,
+    Capability.WEIGHTS_LORA_TENSORS,
+    Capability.WEIGHTS_SHARED_MEMORY,
+    Capability.WEIGHTS_BROADCAST,
+    config={"enable_lora": True, "max_loras": 1, "max_lora_rank": 8},
+    hardware=Hardware.TWO_RANKS,
+    own_engine=True,
+)
+async def an_adapter_reaches_every_rank(bench: Bench) -> None:
+    """An adapter pushed as tensors to two ranks is served by both; one that is refused leaves the old one on both."""
+    made = [make_adapter(bench.model, bench.folder("adapter"), seed=seed) for seed in (1, 2)]
+    merged = [merge(bench.model, adapter, bench.folder("merged")) for adapter in made]
+    given = [tensors_in(adapter.path) for adapter in made]
+    async with bench.open(tensor_parallel_size=2) as engine:
+        prompts, between = bench.prompts(2, engine=engine), Between(engine)
+        params = SamplingParams(max_new_tokens=TOKENS, temperature=0)
+
+        async def answers_as(model: Path) -> None:
+            for completion in (await engine.generate(prompts, params, lora="a")).completions:
+                check_greedy(bench, completion, engine, model)
+
+        for strategy in (Strategy.SHARED_MEMORY, Strategy.BROADCAST):
+            async with (
+                LoraSync.connect(given[0], engine, "a", strategy) as first,
+                LoraSync.connect(given[1], between, "a", strategy) as second,
+            ):
+                await first.push(version=f"{strategy.value} first")
+                await answers_as(merged[0])
+                between.change = partial(with_another_digest, name=next(iter(given[1].tensors)))
+                with raises(WeightVerifyFailed, "a tensor that is not what was sent"):
+                    await second.push(version="bad")
+                assert engine.get_weight_version() == f"{strategy.value} first"
+                await answers_as(merged[0])
+                between.change = lambda request: request
+                await second.push(version=f"{strategy.value} second")
+                await answers_as(merged[1])
+        await engine.unload_lora_adapter("a")
 
 
 async def _reaches_every_rank(

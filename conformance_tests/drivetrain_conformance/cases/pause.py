@@ -590,6 +590,8 @@ async def _freezes(bench: Bench, mode: PauseMode) -> None:
         _check_paused(engine, mode)
         stats = await engine.stats()
         assert stats.running + stats.waiting == len(prompts), f"of {len(prompts)} frozen requests it counts {stats}"
+        if mode is PauseMode.IN_PLACE:
+            assert stats.running == len(prompts), f"of {len(prompts)} requests frozen in the batch it counts {stats}"
         async with _arrival(bench):
             await asyncio.sleep(undisturbed)
             assert not task.done(), "requests ran to their end while they were frozen"

@@ -31,11 +31,12 @@ from drivetrain_conformance.references.reference_sampling import steps, with_eff
 
 _BOUND: Final = 60.0
 """Timeout, in seconds, for requests that were paused or aborted to come back."""
-_FILTERS: Final[Mapping[str, tuple[Capability, object]]] = {
-    "top_k": (Capability.TOP_K, 7),
-    "top_p": (Capability.TOP_P, 0.6),
-    "min_p": (Capability.MIN_P, 0.3),
+_FILTERS: Final[Mapping[str, tuple[Capability, object, object]]] = {
+    "top_k": (Capability.TOP_K, 7, 150),
+    "top_p": (Capability.TOP_P, 0.6, 0.97),
+    "min_p": (Capability.MIN_P, 0.3, 0.02),
 }
+"""Fields: the capability of each, a value that leaves few ids, and one that leaves many if the temperature is high."""
 _EVERY_FIELD: Final = (
     *(Capability.TOP_K, Capability.TOP_P, Capability.MIN_P, Capability.REPETITION_PENALTY, Capability.LOGIT_BIAS),
     *(Capability.FREQUENCY_PENALTY, Capability.PRESENCE_PENALTY, Capability.LOGIT_PROCESSORS),
@@ -71,19 +72,21 @@ def _check(bench: Bench, completion: Completion, params: SamplingParams) -> None
 # The sets ------------------------------------------------------------------------------------------------------------
 
 
-def _make_filter_case(field: str, capability: Capability, value: object) -> None:
+def _make_filter_case(field: str, capability: Capability, few: object, many: object) -> None:
     async def body(bench: Bench) -> None:
-        params = _asking(temperature=0.8, n=2, **{field: value})
-        for completion in await _generate(bench, params, 3):
-            _check(bench, completion, params)
+        # Coarse sums of probabilities show only where many small ones are left.
+        for temperature, value in ((0.8, few), (2.0, many)):
+            params = _asking(temperature=temperature, n=2, **{field: value})
+            for completion in await _generate(bench, params, 3):
+                _check(bench, completion, params)
 
     body.__name__ = f"a_mask_holds_what_{field}_leaves"
     body.__doc__ = f"Each token's mask holds the ids that {field} leaves, as an independent forward pass computes them."
     case(Capability.SAMPLING_MASK, capability)(body)
 
 
-for _field, (_capability, _value) in _FILTERS.items():
-    _make_filter_case(_field, _capability, _value)
+for _field, (_capability, _few, _many) in _FILTERS.items():
+    _make_filter_case(_field, _capability, _few, _many)
 
 
 @case(Capability.SAMPLING_MASK, *_EVERY_FIELD)

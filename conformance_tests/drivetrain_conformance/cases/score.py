@@ -9,6 +9,12 @@ from typing import Final
 from drivetrain.backend.toolkit.progress_bars import no_progress_bars
 from drivetrain.errors import InvalidRequest
 from drivetrain.types.capability import Capability
+from drivetrain_conformance.assertions.pooled_inputs import (
+    SHORT_CONTEXT,
+    check_inputs_leave_nothing,
+    longest_input,
+    many_lengths,
+)
 from drivetrain_conformance.assertions.refusals import refused
 from drivetrain_conformance.assets.served_models import ModelKind
 from drivetrain_conformance.harness.case import case
@@ -19,9 +25,16 @@ _CONFIG: Final = {"task": "reward"}
 
 @case(Capability.REWARD_SCORE, model=ModelKind.REWARD, config=_CONFIG, changes_weights=True)
 async def scores_are_the_models(bench: Bench) -> None:
-    """Each score equals that of a forward pass of the classifier over input and output, also after an update."""
-    inputs = [bench.prompt(length) for length in (1, 6, 20)]
-    outputs = [bench.prompt(length) for length in (9, 1, 30)]
+    """Each score equals that of a forward pass of the classifier over input and output, also after an update.
+
+    It is that of the last token, whatever its id: padding and EOS ids count as any other. A long sequence is not cut
+    off.
+    """
+    inputs = [bench.prompt(length) for length in (1, 6, longest_input(bench) - 30, 20, 4, 4)]
+    specials = {getattr(bench.engine.tokenizer.inner, f"{name}_token_id", None) for name in ("pad", "eos")}
+    endings = [[*bench.prompt(3), token, token] for token in specials if token is not None]
+    outputs = [*(bench.prompt(length) for length in (9, 1, 30, 30)), *endings]
+    inputs = inputs[: len(outputs)]
     scores = await bench.engine.score(inputs, outputs)
     sequences = [[*one, *other] for one, other in zip(inputs, outputs, strict=True)]
     _assert_near(bench, scores, _forward(bench.model, sequences))
@@ -32,12 +45,21 @@ async def scores_are_the_models(bench: Bench) -> None:
 
 @case(Capability.REWARD_SCORE, model=ModelKind.REWARD, config=_CONFIG)
 async def a_batch_changes_no_score(bench: Bench) -> None:
-    """A score is the same alone, among others of other lengths, and in another order, within rounding."""
-    inputs = [bench.prompt(length) for length in (2, 7, 15, 40)]
-    outputs = [bench.prompt(length) for length in (30, 3, 8, 1)]
-    alone = [(await bench.engine.score([one], [other]))[0] for one, other in zip(inputs, outputs, strict=True)]
-    _assert_near(bench, await bench.engine.score(inputs, outputs), alone)
-    _assert_near(bench, (await bench.engine.score(inputs[::-1], outputs[::-1]))[::-1], alone)
+    """A score is the same alone, among others of other lengths, and in another order, within rounding.
+
+    This holds for batches that take several forward passes. Sequences that were scored leave nothing behind.
+    """
+    for lengths in ((32, 10, 23, 41), many_lengths(bench)):
+        outputs = [bench.prompt(1 + place % 7) for place in range(len(lengths))]
+        inputs = [bench.prompt(length - len(output)) for length, output in zip(lengths, outputs, strict=True)]
+        alone = [(await bench.engine.score([one], [other]))[0] for one, other in zip(inputs, outputs, strict=True)]
+        _assert_near(bench, await bench.engine.score(inputs, outputs), alone)
+        _assert_near(bench, (await bench.engine.score(inputs[::-1], outputs[::-1]))[::-1], alone)
+
+    async def score(sequences: list[list[int]]) -> list[float]:
+        return await bench.engine.score([ids[:-1] for ids in sequences], [ids[-1:] for ids in sequences])
+
+    await check_inputs_leave_nothing(bench, score)
 
 
 @case(Capability.REWARD_SCORE, model=ModelKind.REWARD, config=_CONFIG)
@@ -59,10 +81,14 @@ async def as_many_outputs_as_inputs(bench: Bench) -> None:
     assert len(await bench.engine.score(bench.prompts(1), bench.prompts(1))) == 1
 
 
-@case(Capability.REWARD_SCORE, model=ModelKind.REWARD, config=_CONFIG)
+@case(Capability.REWARD_SCORE, model=ModelKind.REWARD, config={**_CONFIG, "context_length": SHORT_CONTEXT})
 async def sequences_that_cannot_be_are_refused(bench: Bench) -> None:
-    """Sequences that are empty, too long or outside the vocabulary are refused before any work."""
+    """Sequences that are empty, too long or outside the vocabulary are refused before any work.
+
+    Too long is what exceeds the configured ``context_length``.
+    """
     info = bench.engine.model_info
+    assert info.context_length == SHORT_CONTEXT, f"context_length={SHORT_CONTEXT} was asked for: {info.context_length}"
     too_long = bench.prompt(1) * info.context_length
     for one, other, field in (
         ([], [], "prompts"),
@@ -96,13 +122,14 @@ async def _score_of(bench: Bench, sequence: list[int]) -> float:
 
 
 def _forward(folder: Path, sequences: Sequence[list[int]]) -> list[float]:
-    """Return the classifier's outputs, computed one sequence at a time in float32 on the CPU."""
+    """Return the classifier's outputs at the last tokens, computed one sequence at a time in float32 on the CPU."""
     import torch
     from transformers import AutoModelForSequenceClassification
 
     with no_progress_bars():
         model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
     model.eval()
+    model.config.pad_token_id = None  # otherwise transformers reads the score before ids of padding
     with torch.no_grad():
         return [float(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, 0]) for ids in sequences]
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import operator
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import regex
@@ -45,10 +47,18 @@ _RARER: Final[Sequence[tuple[dict[str, object], Callable[[Any], bool]]]] = (
 )
 """Schemas with keywords that libraries accept and ignore, and what values of them hold."""
 
+_ALIKE: Final = {"title": "Answer", "$id": "https://example.org/answer", "description": "One word. " * 60}
+"""Keywords that schemas of two versions of a class have in common."""
+_NAMESAKES: Final[Sequence[Sequence[str]]] = (("yes", "no"), ("left", "right"), ("up", "down"))
+"""Values of schemas that begin alike and have the same title and id."""
+
 
 @case(Capability.STRUCTURED_JSON)
 async def json_follows_the_schema(bench: Bench) -> None:
-    """Samples constrained to a JSON schema are JSON with its keys, types and values, and nothing else."""
+    """Samples constrained to a JSON schema are JSON with its keys, types and values, and nothing else.
+
+    No schema is taken for another that has its title and id, and begins as it does.
+    """
     params = SamplingParams(max_new_tokens=_room(bench), n=4, structured_output=_SCHEMA)
     output = await bench.engine.generate(bench.prompts(2), params)
     for completion in _ended(output.completions):
@@ -60,6 +70,9 @@ async def json_follows_the_schema(bench: Bench) -> None:
         assert value["count"] in (1, 22, 333)
     for schema, holds in _RARER:
         await _is_held_or_refused(bench, JsonSchema(json_schema=json.dumps(schema)), holds)
+    for values in _NAMESAKES:
+        namesake = JsonSchema(json_schema=json.dumps({**_ALIKE, "enum": values}))
+        await _is_held_or_refused(bench, namesake, partial(operator.contains, values))
 
 
 @case(Capability.STRUCTURED_REGEX)

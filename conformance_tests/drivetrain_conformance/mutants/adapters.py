@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from drivetrain.backend.base import Backend, GenerateRequest, GenerateResult, ModelInfo
 from drivetrain.backend.toolkit.model_folder import config_levels, experts_of
@@ -16,7 +18,14 @@ from drivetrain.engine.adapters import Adapters
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.errors import EngineStartError, InvalidRequest, NonFiniteLogits
 from drivetrain.types.config import EngineConfig
-from drivetrain.types.weights import CommitUpdate, WeightMessage, WeightReply
+from drivetrain.types.weights import (
+    CommitUpdate,
+    LoraTensors,
+    WeightManifest,
+    WeightMessage,
+    WeightReply,
+    WeightUpdateRequest,
+)
 from drivetrain_conformance.assets.made_adapters import Adapter, change_adapter
 from drivetrain_conformance.mutants.registry import backend_mutants, mixed, mutant
 from drivetrain_conformance.mutants.spoil import KnowingRequests, SoundBackend, after, joined, request_mutant
@@ -51,22 +60,37 @@ class uses_an_adapter_for_all(SoundBackend):
         await super().unload_lora_adapter(lora_name)
 
 
-@mutant("lora/requests_in_flight_use_different_adapters", says="nats below the most likely one")
-class holds_two_adapters_at_once(SoundBackend):
-    """While requests of two adapters are in flight, those of a third are answered by the model without it."""
+class _HoldingAdapters(SoundBackend):
+    """Answers requests of further adapters by the model without them, while others are in flight."""
+
+    most: int
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         self._using: list[str] = []
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        if request.lora is None or len({*self._using, request.lora}) > 2:
+        if request.lora is None or len({*self._using, request.lora}) > self.most:
             return await super().generate(dataclasses.replace(request, lora=None))
         self._using.append(request.lora)
         try:
             return await super().generate(request)
         finally:
             self._using.remove(request.lora)
+
+
+@mutant("lora/requests_in_flight_use_different_adapters", says="nats below the most likely one")
+class holds_two_adapters_at_once(_HoldingAdapters):
+    """While requests of two adapters are in flight, those of a third are answered by the model without it."""
+
+    most = 2
+
+
+@mutant("lora/requests_in_flight_use_different_adapters", says="nats below the most likely one")
+class holds_five_adapters_at_once(_HoldingAdapters):
+    """While requests of five adapters are in flight, those of a sixth are answered by the model without it."""
+
+    most = 5
 
 
 class _ByShortName(SoundBackend):
@@ -159,7 +183,7 @@ class updates_without_the_adapter(SoundBackend):
         return joined(first, await super().generate(dataclasses.replace(after(request, first), lora=None)))
 
 
-@mutant("lora/a_name_may_come_back_as_another_adapter", says="nats below")
+@mutant("lora/a_name_may_come_back_as_another_adapter", says=("nats below", "nats off that of the merged model"))
 class reads_an_adapters_folder_once(SoundBackend):
     """A folder that was loaded before is served as it was then."""
 
@@ -194,6 +218,22 @@ class knows_adapters_by_slot(SoundBackend):
         if key not in self._known:
             self._known[key] = await super().generate(request)
         return self._known[key]
+
+
+@mutant("lora/a_name_may_come_back_as_another_adapter", says="nats off that of the merged model")
+class keeps_prompt_scores_by_the_name(SoundBackend):
+    """Prompt logprobs are kept by the prompt and the adapter's name, also when the name comes back for another."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._scores: dict[tuple[object, ...], list[float | None] | None] = {}
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        result = await super().generate(request)
+        if request.lora is None or result.prompt_logprobs is None:
+            return result
+        first = self._scores.setdefault((request.lora, *request.prompt_token_ids), result.prompt_logprobs)
+        return dataclasses.replace(result, prompt_logprobs=first)
 
 
 @mutant("lora/requests_in_flight_use_different_adapters", says="gave NaN or infinite logits")
@@ -412,3 +452,165 @@ class forgets_an_adapter_before_it_is_unloaded(Adapters):
         async with self.controller.controlling("unload_lora_adapter()"):
             self.loaded.put(name, adapter)
         await super().unload(name)
+
+
+# From tensors --------------------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def _resent(update: WeightUpdateRequest, change: Change) -> AsyncGenerator[WeightUpdateRequest, None]:
+    """Yield an update in process that brings a changed copy of the adapter that ``update`` brings."""
+    from drivetrain_weight_sync.copying.digest import digests
+    from drivetrain_weight_sync.copying.plan import make_plan
+    from drivetrain_weight_sync.receiver.received_adapters import receiving
+    from drivetrain_weight_sync.tensors.dtypes import spec_of
+    from drivetrain_weight_sync.transports.in_process import InProcessSender
+    from drivetrain_weight_sync.transports.process_groups import Groups
+
+    if update.lora is None or update.source.kind == "broadcast":
+        yield update
+        return
+    with receiving(update, Groups()) as given:
+        config, tensors = dict(update.lora.config), {name: tensor.clone() for name, tensor in given.tensors.items()}
+    change(cast("dict[str, object]", config), tensors)
+    plan, sender = make_plan(spec_of(name, tensor) for name, tensor in tensors.items()), InProcessSender()
+    sender.begin(plan)
+    for name, tensor in tensors.items():
+        sender.put(name, tensor, held=True)
+    lora = LoraTensors(lora_name=update.lora.lora_name, config=config)
+    fields = {"source": sender.source(), "plan": plan, "digests": digests(tensors), "lora": lora}
+    try:
+        yield update.model_copy(update=fields)
+    finally:
+        sender.close()
+
+
+def _receiving(backend: type[Backend], change: Change) -> type[Backend]:
+    """Return a backend that takes adapters as tensors after ``change`` has modified a copy of them."""
+
+    class Wrong(SoundBackend):
+        """Takes modified tensors."""
+
+        async def load_lora_tensors(self, lora_name: str, update: WeightUpdateRequest, pinned: bool) -> None:
+            async with _resent(update, change) as resent:
+                await super().load_lora_tensors(lora_name, resent, pinned)
+
+    return mixed(backend, Wrong)
+
+
+tensor_mutant = backend_mutants(_receiving)
+
+
+@tensor_mutant("lora/adapters_are_updated_from_tensors", says="nats below the most likely one")
+def scales_tensors_by_two(config: dict[str, object], _: Tensors) -> None:
+    """lora_alpha of an adapter that comes as tensors is assumed to be twice the rank."""
+    config.update(lora_alpha=2 * int(str(config.get("r", 1))))
+
+
+@tensor_mutant("lora/an_adapter_refused_as_tensors_leaves_the_old_one", says="with NaN is taken as tensors")
+def takes_tensors_of_nan(_: object, tensors: Tensors) -> None:
+    """NaN in an adapter that comes as tensors is replaced by zero."""
+    for name, tensor in tensors.items():
+        tensors[name] = tensor.nan_to_num()
+
+
+@tensor_mutant("lora/an_adapter_refused_as_tensors_leaves_the_old_one", says="is taken as tensors")
+def reads_few_fields_beside_tensors(config: dict[str, object], _: Tensors) -> None:
+    """Only the fields of plain LoRA are read of the configuration that comes with tensors."""
+    for field in config.keys() - {"peft_type", "r", "lora_alpha", "target_modules"}:
+        del config[field]
+
+
+@mutant(
+    "lora/an_adapter_refused_as_tensors_leaves_the_old_one", says="a tensor of an adapter that is not what was sent"
+)
+class verifies_no_adapter(SoundBackend):
+    """Digests of an adapter's tensors are not compared."""
+
+    async def load_lora_tensors(self, lora_name: str, update: WeightUpdateRequest, pinned: bool) -> None:
+        from drivetrain_weight_sync.copying.digest import digests
+        from drivetrain_weight_sync.transports.process_groups import Groups
+        from drivetrain_weight_sync.transports.readers import Readers
+
+        if update.plan is not None and update.source.kind != "broadcast":
+            readers = Readers(Groups())
+            reader = readers.of(update.source)
+            reader.open(update, WeightManifest(update.plan.tensors))
+            came = dict(pair for index in range(len(update.plan.buckets)) for pair in reader.tensors(index))
+            named = update.digests or {}
+            found = {name: value for name, value in digests(cast("Tensors", came)).items() if name in named}
+            update = update.model_copy(update={"digests": found})
+            readers.close()
+        await super().load_lora_tensors(lora_name, update, pinned)
+
+
+@mutant("lora/adapters_are_updated_from_tensors", says="nats below the most likely one")
+class serves_the_last_push_for_all(SoundBackend):
+    """Requests with any adapter are answered with the one that came last as tensors."""
+
+    last: str | None = None
+
+    async def load_lora_tensors(self, lora_name: str, update: WeightUpdateRequest, pinned: bool) -> None:
+        await super().load_lora_tensors(lora_name, update, pinned)
+        self.last = lora_name
+
+    async def unload_lora_adapter(self, lora_name: str) -> None:
+        self.last = None if self.last == lora_name else self.last
+        await super().unload_lora_adapter(lora_name)
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        return await super().generate(dataclasses.replace(request, lora=request.lora and (self.last or request.lora)))
+
+
+@mutant("lora/adapters_are_updated_from_tensors", says="nats below the most likely one")
+class keeps_the_tensors_of_the_first_push(SoundBackend):
+    """Later pushes of an adapter load the tensors of its first push again."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._first: dict[str, Tensors] = {}
+
+    async def load_lora_tensors(self, lora_name: str, update: WeightUpdateRequest, pinned: bool) -> None:
+        def stay(_: object, tensors: Tensors) -> None:
+            tensors.update(self._first.setdefault(update.lora_name or "", dict(tensors)))
+
+        async with _resent(update, stay) as resent:
+            await super().load_lora_tensors(lora_name, resent, pinned)
+
+
+@mutant("lora/an_adapter_refused_as_tensors_leaves_the_old_one", says="took, series after series")
+class keeps_refused_tensors(SoundBackend):
+    """Every adapter that is refused as tensors stays in memory."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._kept: list[bytes] = []
+
+    async def load_lora_tensors(self, lora_name: str, update: WeightUpdateRequest, pinned: bool) -> None:
+        try:
+            await super().load_lora_tensors(lora_name, update, pinned)
+        except InvalidRequest:
+            self._kept.append(os.urandom(2**20))
+            raise
+
+
+@mutant("lora/an_adapter_refused_as_tensors_leaves_the_old_one", says="lora_name='a' is not loaded")
+class unloads_before_it_loads(Adapters):
+    """The old adapter is unloaded before the new one was checked."""
+
+    async def update(self, request: WeightUpdateRequest, name: str) -> None:
+        if self.loaded.find(name) is not None and not self.in_flight.using_lora(name):
+            await self.unload(name)
+        await super().update(request, name)
+
+
+@mutant("lora/an_adapter_refused_as_tensors_leaves_the_old_one", says="a refused push changed the version")
+class publishes_a_refused_push(InferenceEngine):
+    """The version of an adapter that was refused is published."""
+
+    async def update_named_weights(self, request: WeightUpdateRequest) -> None:
+        try:
+            await super().update_named_weights(request)
+        except InvalidRequest:
+            await self.update_weight_version(request.version)
+            raise

@@ -9,18 +9,26 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-from drivetrain.backend.base import GenerateRequest, GenerateResult
+from drivetrain.backend.base import Backend, GenerateRequest, GenerateResult
 from drivetrain.text.tokenizer import Tokenizer
 from drivetrain.types.config import EngineConfig
 from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain.types.outputs import FinishReason, MatchedText, VersionSpan
-from drivetrain.types.sampling import ActionMask, DisallowedTokens, LogitProcessor, LogprobsMode, TemperatureSchedule
-from drivetrain_conformance.mutants.registry import backend_mutants, mutant
+from drivetrain.types.sampling import (
+    ActionMask,
+    DisallowedTokens,
+    JsonSchema,
+    LogitProcessor,
+    LogprobsMode,
+    TemperatureSchedule,
+)
+from drivetrain_conformance.mutants.registry import backend_mutants, mutant, spoiled_backend
 from drivetrain_conformance.mutants.spoil import (
     KnowingEos,
     KnowingRequests,
     SoundBackend,
     after,
+    asking,
     cut,
     joined,
     params_mutant,
@@ -563,3 +571,51 @@ class retracts_what_it_freezes_in_place(SoundBackend):
 
     async def freeze(self, mode: PauseMode) -> None:
         await super().freeze(PauseMode.RETRACT if mode is PauseMode.IN_PLACE else mode)
+
+
+# With hidden states and grammars -------------------------------------------------------------------------------------
+
+
+@request_mutant("lora/logprobs_are_those_with_the_adapter", says=("nats below", "a hidden state is off by"))
+def forgets_the_adapter_where_states_are_asked_for(request: GenerateRequest) -> GenerateRequest:
+    """A request that asks for hidden states is computed without its adapter."""
+    return dataclasses.replace(request, lora=None) if request.params.return_hidden_states else request
+
+
+@mutant("hidden_states/states_do_not_depend_on_the_batch_or_the_cache", says="a state is off by")
+class hands_states_out_by_their_order(KnowingRequests):
+    """Beside a request that asks for no hidden states, another gets the states of a wrong row."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._without: set[str] = set()
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        if not request.params.return_hidden_states:
+            self._without.add(request.request_id)
+        result = await super().generate(request)
+        beside, states = self._without & self.flying, result.hidden_states
+        self._without.discard(request.request_id)
+        return dataclasses.replace(result, hidden_states=states[::-1]) if beside and states else result
+
+
+@retracted_mutant("hidden_states/states_do_not_depend_on_the_batch_or_the_cache", says="expected states of shape")
+def forgets_states_from_before_a_retraction(request: GenerateRequest) -> GenerateRequest | None:
+    """A retracted request has only the hidden states of the tokens since then."""
+    return request if request.params.return_hidden_states else None
+
+
+@spoiled_backend(caught_by="structured_output/json_follows_the_schema", says="is not of the schema")
+def finds_schemas_by_their_title(backend: type[Backend]) -> type[Backend]:
+    """Compiled JSON schemas are kept by their title, so that the next schema with that title is not compiled."""
+    known: dict[str, JsonSchema] = {}
+
+    def change(request: GenerateRequest) -> GenerateRequest:
+        asked = request.params.structured_output
+        read = json.loads(asked.json_schema) if isinstance(asked, JsonSchema) else None
+        if not isinstance(asked, JsonSchema) or not isinstance(read, dict) or "title" not in read:
+            return request
+        kept = known.setdefault(read["title"], asked)
+        return dataclasses.replace(request, params=request.params.model_copy(update={"structured_output": kept}))
+
+    return asking(backend, change)

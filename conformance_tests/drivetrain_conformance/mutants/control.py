@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 from collections.abc import Callable, Iterable
 
-from drivetrain.backend.base import Backend, GenerateRequest, GenerateResult
+from drivetrain.backend.base import Backend, EngineStats, GenerateRequest, GenerateResult
 from drivetrain.engine.controller import Controller
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.engine.pause_and_sleep import PauseAndSleep
@@ -125,6 +125,27 @@ class goes_on_generating_in_place(SoundBackend):
     async def freeze(self, mode: PauseMode) -> None:
         if mode is not PauseMode.IN_PLACE:
             await super().freeze(mode)
+
+
+@mutant("pause/in_place_freezes_requests_in_flight", says="requests frozen in the batch it counts")
+class counts_the_frozen_as_waiting(SoundBackend):
+    """Requests that are frozen in place are counted as waiting, not as running."""
+
+    frozen = False
+
+    async def freeze(self, mode: PauseMode) -> None:
+        await super().freeze(mode)
+        self.frozen = True
+
+    async def unfreeze(self) -> None:
+        self.frozen = False
+        await super().unfreeze()
+
+    async def stats(self) -> EngineStats:
+        stats = await super().stats()
+        if not self.frozen:
+            return stats
+        return dataclasses.replace(stats, running=0, waiting=stats.waiting + stats.running)
 
 
 @mutant("pause/one_freeze_can_follow_the_other", says="if retracted last")

@@ -48,6 +48,13 @@ def takes_a_low_temperature_for_none(request: GenerateRequest) -> Mapping[str, o
     return {"temperature": 0.0} if request.params.temperature < 0.01 else {}
 
 
+@params_mutant("logprob/top_logprobs_after_temperature", says="expected logprobs [")
+def takes_low_temperatures_for_a_hundredth(request: GenerateRequest) -> Mapping[str, object]:
+    """A temperature below 0.01 is taken as 0.01."""
+    temperature = request.params.temperature
+    return {"temperature": max(temperature, 0.01)} if temperature else {}
+
+
 @params_mutant("sampling/min_p_of_one_is_greedy", says="below the best after penalties and bias")
 def drops_min_p(_: GenerateRequest) -> Mapping[str, object]:
     """The field min_p is not passed on."""

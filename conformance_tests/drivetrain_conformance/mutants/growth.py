@@ -21,6 +21,7 @@ from drivetrain.types.config import EngineConfig
 from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain.types.outputs import FinishReason, GenerationOutput
 from drivetrain.types.prompts import TextPrompt
+from drivetrain.types.sampling import JsonSchema
 from drivetrain.types.weights import PrepareUpdate, ReleaseSources, WeightMessage, WeightReply
 from drivetrain_conformance.assets.weight_sources import tensors_of
 from drivetrain_conformance.mutants.registry import mutant
@@ -371,6 +372,17 @@ class tokenises_in_the_event_loop(InferenceEngine):
         if isinstance(prompts, str):
             prompts = self.tokenizer.encode(TextPrompt(text=prompts))
         return await super().generate(prompts, *args, **options)
+
+
+@mutant("growth/requests_do_not_hold_the_event_loop", says="the event loop stood still")
+class compiles_in_the_event_loop(SoundBackend):
+    """A large JSON schema is compiled in the event loop."""
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        asked = request.params.structured_output
+        if isinstance(asked, JsonSchema) and len(asked.json_schema) > 50_000:
+            time.sleep(1)  # noqa: ASYNC251 - it blocks the loop on purpose
+        return await super().generate(request)
 
 
 @arguments_mutant("errors/no_sampling_param_takes_a_wrong_value", says="expected InvalidRequest for sampling_params.n")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 
 from drivetrain.backend.base import GenerateRequest, GenerateResult, TokenDelta
 from drivetrain.types.sampling_mask import SamplingMask
 from drivetrain_conformance.mutants.registry import mutant
-from drivetrain_conformance.mutants.spoil import SoundBackend, deltas_mutant, result_mutant
+from drivetrain_conformance.mutants.spoil import SoundBackend, deltas_mutant, params_mutant, result_mutant
 
 _Deltas = AsyncGenerator[TokenDelta, None]
 
@@ -53,6 +53,13 @@ class forgets_min_p_in_masks(SoundBackend):
         other = await super().generate(dataclasses.replace(request, request_id=name, params=without))
         assert other.sampling_mask is not None
         return dataclasses.replace(result, sampling_mask=other.sampling_mask[:1] + result.sampling_mask[1:])
+
+
+@params_mutant("sampling_mask/a_mask_holds_what_top_p_leaves", says="ids that could be drawn")
+def sums_probabilities_coarsely(request: GenerateRequest) -> Mapping[str, object]:
+    """A wide nucleus is half a percent too narrow, as a sum of probabilities in bfloat16 makes it."""
+    top_p = request.params.top_p
+    return {"top_p": top_p * 0.995} if 0.9 < top_p < 1 else {}
 
 
 @deltas_mutant("sampling_mask/streamed_masks_are_the_whole_one", says="came without its sampling mask")

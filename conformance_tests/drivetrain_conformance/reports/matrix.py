@@ -15,7 +15,7 @@ from drivetrain_conformance.reports.report import Report
 SECTIONS: Final = {
     "Generation": "streaming abort seed priority deterministic embed reward_score moe",
     "Logprobs": "logprobs_raw logprobs_temperature logprobs_processed top_logprobs prompt_logprobs prompt_ranks "
-    "score_tokens",
+    "score_tokens score_at",
     "Stops": "stop_token_ids stop_strings stop_regex ignore_eos min_new_tokens",
     "Sampling": "top_k top_p min_p repetition_penalty frequency_penalty presence_penalty logit_bias logit_processors",
     "Structured output": "structured_json structured_regex structured_ebnf",

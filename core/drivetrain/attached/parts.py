@@ -219,7 +219,7 @@ class AttachedUpdates(WeightUpdates):
         return self.backend.owner.connections
 
     async def prepare(self, request: WeightUpdateRequest) -> None:
-        self.require_update_of_all(request.source)
+        self.require_update_of_all(request)
         self._at_owner = None
         await self._ask("prepare_weight_update", _from_here(request))
         self._at_owner = request, self._connections()
@@ -237,7 +237,7 @@ class AttachedUpdates(WeightUpdates):
     async def update(
         self, request: WeightUpdateRequest, *, at_once: bool = False
     ) -> AsyncGenerator[WeightTransaction, None]:
-        self.require_update_of_all(request.source)
+        self.require_update_of_all(request)
         given = None if self._has_prepared(request) else _from_here(request)
         self._at_owner = None
         transaction = AttachedTransaction(self.controller, self.backend, request)
@@ -283,7 +283,7 @@ class AttachedAdapters(Adapters):
     async def unload(self, name: str) -> None:
         await ask(self.controller, self.backend, None, "unload_lora_adapter", name)
 
-    async def update(self, request: WeightUpdateRequest, source: LoraSource) -> None:
+    async def update(self, request: WeightUpdateRequest, name: str) -> None:
         seconds = self.controller.config.timeouts.weight_update
         await ask(self.controller, self.backend, seconds, "update_adapter", _from_here(request))
 

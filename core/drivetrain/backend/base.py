@@ -27,6 +27,7 @@ from drivetrain.types.prompts import MediaInput
 from drivetrain.types.routed_experts import RoutedExperts
 from drivetrain.types.sampling import LogprobsMode, SamplingParams
 from drivetrain.types.sampling_mask import SamplingMask
+from drivetrain.types.token_scores import Scoring, TokenScores
 from drivetrain.types.weights import (
     ApplyUpdate,
     BeginUpdate,
@@ -38,6 +39,7 @@ from drivetrain.types.weights import (
     WeightMessage,
     WeightReply,
     WeightReport,
+    WeightUpdateRequest,
 )
 
 
@@ -104,6 +106,9 @@ class GenerateRequest:
     """Number of tokens at the end of ``prompt_token_ids`` that were sampled for this request before its engine was
     lost. They count as generated for ``seed``, penalties, ``min_new_tokens`` and temperature schedules, but not for
     ``max_new_tokens``, and are not part of the result. Never set unless :attr:`Backend.counts_resumed_tokens`."""
+    scoring: Scoring | None = None
+    """Logprobs wanted at positions of the prompt; ``max_new_tokens`` is then 0. Never set unless the engine claims
+    ``Capability.SCORE_AT``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +148,8 @@ class GenerateResult:
     ``InferenceEngine`` match the ids."""
     sampling_mask: SamplingMask | None = None
     """Ids that each token was drawn from. May be None if there are no tokens."""
+    scores: TokenScores | None = None
+    """Logprobs that the request's ``scoring`` asks for; None without it, or aborted before the prompt was read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -493,6 +500,21 @@ class Backend(ABC):
         """
         raise self._unsupported(Capability.LORA)
 
+    async def load_lora_tensors(self, lora_name: str, update: WeightUpdateRequest, pinned: bool) -> None:
+        """Load an adapter whose tensors ``update.source`` brings, and whose configuration is ``update.lora.config``.
+
+        Make the checks of :meth:`load_lora_adapter`, and compare the tensors with ``update.digests``:
+        ``receiving`` and ``check_adapter`` of ``drivetrain_weight_sync.receiver`` do so. Every worker loads the
+        adapter, or none keeps it. The source's memory is not read after this returns. ``lora_name`` is the backend's
+        own name for the adapter, ``update.lora.lora_name`` the trainer's.
+
+        State: open, with committed weights. Requests may be running.
+
+        Raises:
+            WeightVerifyFailed: Tensors differ from those that were sent.
+        """
+        raise self._unsupported(Capability.WEIGHTS_LORA_TENSORS)
+
     async def unload_lora_adapter(self, lora_name: str) -> None:
         """Unload an adapter. No request that uses it is running.
 
@@ -503,7 +525,7 @@ class Backend(ABC):
     # Models that do not generate ---------------------------------------------------------------------------------
 
     async def embed(self, prompts: list[list[int]], dimensions: int | None) -> list[list[float]]:
-        """Return one embedding per prompt, shortened to ``dimensions`` if given.
+        """Return one embedding per prompt, shortened to ``dimensions`` and scaled to length 1 if they are given.
 
         If the model's folder names no pooling, the embedding is the last token's state of the last layer, after the
         final norm.
@@ -513,7 +535,7 @@ class Backend(ABC):
         raise self._unsupported(Capability.EMBED)
 
     async def reward_score(self, sequences: list[list[int]]) -> list[float]:
-        """Return a reward model's score of each token sequence.
+        """Return a reward model's score of each token sequence: its output at the last token, whatever that token's id.
 
         State: as for :meth:`embed`.
         """

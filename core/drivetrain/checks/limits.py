@@ -61,3 +61,6 @@ MOST_STOP_TOKEN_IDS: Final = 1 << 16
 
 MOST_LISTED_TOKEN_IDS: Final = 1 << 20
 """Maximum token ids listed by a logit processor."""
+
+MOST_SCORES: Final = 1 << 28
+"""Maximum logprobs of given ids, or of the most likely ones, that are returned for one sequence."""

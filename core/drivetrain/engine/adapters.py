@@ -72,15 +72,16 @@ class Adapters:
                 self.loaded.put(name, adapter)
                 raise
 
-    async def update(self, request: WeightUpdateRequest, source: LoraSource) -> None:
+    async def update(self, request: WeightUpdateRequest, name: str) -> None:
         """Load the new adapter beside the old one, let it take the name, and unload the old one.
 
         If loading fails, the old adapter keeps serving.
         """
-        name = source.lora_name
-        async with self._replacing(request, source) as old:
+        source = request.source
+        async with self._replacing(request, name) as old:
             async with self.controller.bounded(f"the LoRA adapter {name!r} to load"):
-                new = await self._load(name, source.path, old is not None and old.pinned)
+                given = source.path if isinstance(source, LoraSource) else request
+                new = await self._load(name, given, old is not None and old.pinned)
             surplus: LoadedLora | None = new
             try:
                 async with self._without_users(request, name):
@@ -93,13 +94,11 @@ class Adapters:
                         await self.backend.unload_lora_adapter(surplus.backend_name)
 
     @asynccontextmanager
-    async def _replacing(
-        self, request: WeightUpdateRequest, source: LoraSource
-    ) -> AsyncGenerator[LoadedLora | None, None]:
+    async def _replacing(self, request: WeightUpdateRequest, name: str) -> AsyncGenerator[LoadedLora | None, None]:
         """Check that the update is admissible, keep other changes out, and yield the adapter that it replaces."""
-        name, what = source.lora_name, f"an update of the adapter {source.lora_name!r}"
+        what = f"an update of the adapter {name!r}"
         controller = self.controller
-        self.updates.require_update_from(source.kind)
+        self.updates.require_update_of_adapter(request)
         async with controller.owning_weights(what), controller.controlling(what):
             controller.status.require_weights(what)
             old = self.loaded.find(name)
@@ -126,14 +125,18 @@ class Adapters:
         self.loaded.put(name, adapter)
         self.weights.publish(version)
 
-    async def _load(self, name: str, path: str, pinned: bool) -> LoadedLora:
+    async def _load(self, name: str, given: str | WeightUpdateRequest, pinned: bool) -> LoadedLora:
+        """Load an adapter from a folder, or from the tensors of an update."""
         for stray in self.loaded.strays:
             with suppress(DrivetrainError):  # the backend does not have it after all
                 await self.backend.unload_lora_adapter(stray)
             self.loaded.discard_stray(stray)
         backend_name = self.loaded.unused_backend_name(name)
         try:
-            await self.backend.load_lora_adapter(backend_name, path, pinned)
+            if isinstance(given, str):
+                await self.backend.load_lora_adapter(backend_name, given, pinned)
+            else:
+                await self.backend.load_lora_tensors(backend_name, given, pinned)
         except InvalidRequest:
             raise
         except BaseException:

@@ -85,6 +85,7 @@ def to_completion(sample: Sample, result: GenerateResult, tokenizer: Tokenizer) 
         routed_experts=result.routed_experts,
         prompt_routed_experts=result.prompt_routed_experts,
         sampling_mask=_mask_of(sample, result),
+        scores=result.scores if request.scoring is not None else None,
     )
     if not later:
         return completion
@@ -160,6 +161,8 @@ def _check_numbers(request: GenerateRequest, result: GenerateResult) -> None:
         raise non_finite_logits(request, next(at for at, value in enumerate(result.logprobs) if math.isnan(value)))
     if result.prompt_logprobs and math.isnan(sum(value for value in result.prompt_logprobs if value is not None)):
         raise non_finite_logits(request)
+    if result.scores is not None and result.scores.has_nan(len(request.prompt_token_ids)):
+        raise non_finite_logits(request)
 
 
 def _check_aligned(request: GenerateRequest, result: GenerateResult) -> None:
@@ -175,6 +178,12 @@ def _check_aligned(request: GenerateRequest, result: GenerateResult) -> None:
         )
     if request.params.return_sampling_mask:
         _check_mask(request, result)
+    if request.scoring is not None and result.finish_reason is not FinishReason.ABORT:
+        fault = "there are no scores"
+        if result.scores is not None:
+            fault = result.scores.fault(request.scoring, len(request.prompt_token_ids))
+        if fault:
+            raise EngineInternalError(f"request {request.request_id}: the engine returned other scores: {fault}")
     found = result.matched_text
     if found is not None and not 0 <= found.token_count <= count:
         raise EngineInternalError(

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 
 from drivetrain.backend.base import Backend
 from drivetrain.backend.toolkit.deadlines import Alarm, deadline
@@ -16,6 +17,7 @@ from drivetrain.engine.model import StartedModel
 from drivetrain.engine.request_builder import ParamsLike
 from drivetrain.engine.requests_in_flight import RequestsInFlight, run_each
 from drivetrain.engine.samples import Sample, Samples
+from drivetrain.engine.scoring import ScoringCall
 from drivetrain.engine.sessions import Sessions
 from drivetrain.engine.tasks import cancel_all, gather_or_cancel
 from drivetrain.engine.validation import check_seconds
@@ -62,8 +64,9 @@ class Generation:
         weight_version: str | None = None,
         timeout: float | None = None,
         whole: Whole | None = None,
+        scored: ScoringCall | None = None,
     ) -> GenerationOutput:
-        """Generate ``n`` completions of each prompt; see ``InferenceEngine.generate``."""
+        """Generate ``n`` completions of each prompt, or score it; see ``InferenceEngine.generate``."""
         seconds = check_seconds(timeout, self.controller.config.timeouts.generate)
         samples = self._build(
             "generate()",
@@ -77,6 +80,8 @@ class Generation:
         async with deadline(seconds, f"{sum(one.count for one in samples)} completions"):
             with self.in_flight.under_way(samples):
                 await self._read(samples, whole)
+                if scored is not None:
+                    self._ask_for_scores(samples, scored)
                 tasks: list[asyncio.Task[Completion]] = []
                 try:
                     await run_each(samples, self.complete, tasks)
@@ -84,6 +89,13 @@ class Generation:
                     await cancel_all(tasks)
                     raise
                 return GenerationOutput([task.result() for task in tasks])
+
+    def _ask_for_scores(self, samples: Sequence[Samples], call: ScoringCall) -> None:
+        """Ask for logprobs of prompts that were read."""
+        lengths = [len(one.request.prompt_token_ids) for one in samples]
+        scorings = call.scorings(lengths, self.model.info.vocab_size)
+        for one, scoring in zip(samples, scorings, strict=True):
+            one.request = replace(one.request, scoring=scoring)
 
     async def complete(self, sample: Sample) -> Completion:
         """Run one sample to its completion."""

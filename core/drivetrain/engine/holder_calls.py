@@ -20,7 +20,6 @@ from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain.types.prompts import MediaInput
 from drivetrain.types.weights import (
     CommunicatorSpec,
-    LoraSource,
     TensorData,
     WeightManifest,
     WeightReport,
@@ -228,8 +227,8 @@ class HolderCalls(SharedEngine):
         await self.parts.updates.release_sources()
 
     async def update_adapter(self, request: WeightUpdateRequest) -> None:
-        assert isinstance(request.source, LoraSource)
-        await self.parts.adapters.update(request, request.source)
+        assert request.lora_name is not None
+        await self.parts.adapters.update(request, request.lora_name)
 
     async def init_weight_update_communicator(self, spec: CommunicatorSpec) -> None:
         await self.parts.communicators.join(spec)

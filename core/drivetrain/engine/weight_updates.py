@@ -24,7 +24,7 @@ from drivetrain.engine.weight_transfers import WeightTransferHandle
 from drivetrain.errors import DrivetrainError, InvalidRequest
 from drivetrain.types.capability import Capability
 from drivetrain.types.modes import PauseMode
-from drivetrain.types.weights import AbortUpdate, ReleaseSources, WeightSource, WeightUpdateRequest, transport_of
+from drivetrain.types.weights import AbortUpdate, ReleaseSources, WeightUpdateRequest, transport_of
 
 logger = logging.getLogger("drivetrain.engine")
 
@@ -62,15 +62,24 @@ class WeightUpdates:
         self.controller.require(what, SOURCE_CAPABILITY[kind])
         self.controller.status.require_updatable()
 
-    def require_update_of_all(self, source: WeightSource) -> None:
-        """Raise unless a source of this kind can bring all weights, now."""
-        if source.kind == "lora":
-            raise InvalidRequest("an adapter is updated as a whole; use update_named_weights()", field="source.kind")
-        self.require_update_from(transport_of(source))
+    def require_update_of_adapter(self, request: WeightUpdateRequest) -> None:
+        """Raise unless an adapter can be updated from the request's source, now."""
+        if request.lora is not None:
+            self.controller.require("an adapter's update from tensors", Capability.WEIGHTS_LORA_TENSORS)
+        self.require_update_from(request.source.kind)
+
+    def require_update_of_all(self, request: WeightUpdateRequest) -> None:
+        """Raise unless the request's source can bring all weights, now."""
+        if request.lora_name is not None:
+            raise InvalidRequest(
+                "an adapter is updated as a whole; use update_named_weights()",
+                field="source.kind" if request.lora is None else "lora",
+            )
+        self.require_update_from(transport_of(request.source))
 
     async def prepare(self, request: WeightUpdateRequest) -> None:
         """Check an update ahead of time; see ``InferenceEngine.prepare_weight_update``."""
-        self.require_update_of_all(request.source)
+        self.require_update_of_all(request)
         async with self.controller.owning_weights("a weight update"):
             self.controller.status.require_updatable()
             self._prepared = None
@@ -110,7 +119,7 @@ class WeightUpdates:
     ) -> AsyncGenerator[WeightTransaction, None]:
         """Run one update; see ``InferenceEngine.weight_update``."""
         controller = self.controller
-        self.require_update_of_all(request.source)
+        self.require_update_of_all(request)
         async with controller.owning_weights("a weight update"), controller.controlling("a weight update"):
             controller.status.require_updatable()
             self._check_in_flight(request.mode)
@@ -196,7 +205,7 @@ class WeightUpdates:
     def start_transfer(self, request: WeightUpdateRequest) -> WeightTransferHandle[None]:
         """Begin to stage an update; see ``InferenceEngine.start_weight_transfer``."""
         self.controller.require("start_weight_transfer()", Capability.WEIGHT_STAGING)
-        self.require_update_of_all(request.source)
+        self.require_update_of_all(request)
 
         return WeightTransferHandle(
             request.version,

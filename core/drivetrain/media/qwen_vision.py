@@ -13,13 +13,13 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from io import BytesIO
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from drivetrain.backend.base import ReadMedium
 from drivetrain.errors import DeadlineExceeded, InvalidRequest, UnsupportedCapability
@@ -28,6 +28,9 @@ from drivetrain.media.video_frames import Bounds, decoded
 from drivetrain.types.capability import Capability
 from drivetrain.types.config import EngineConfig, Task
 from drivetrain.types.prompts import ImageInput, MediaInput, VideoInput
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 IMAGE_MODELS: Final = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl"})
 """Model types whose image patches were checked to equal those of transformers."""
@@ -90,17 +93,21 @@ def vision_capabilities(config: EngineConfig) -> frozenset[Capability]:
 
 
 def _model_type(config: EngineConfig) -> str | None:
-    if config.task is not Task.GENERATE:
-        return None
+    return str(model_file(config, "config.json").get("model_type")) if config.task is Task.GENERATE else None
+
+
+def model_file(config: EngineConfig, name: str) -> Mapping[str, object]:
+    """Return the fields of a JSON file of the model's folder or hub id; none if it is missing or broken."""
     try:
-        file = Path(config.model).expanduser() / "config.json"
+        file = Path(config.model).expanduser() / name
         if not file.parent.is_dir():
             from huggingface_hub import hf_hub_download
 
-            file = Path(hf_hub_download(config.model, "config.json", revision=config.revision))
-        return str(json.loads(file.read_text(encoding="utf-8")).get("model_type"))
-    except (OSError, ValueError, AttributeError, RecursionError):
-        return None  # without a configuration the engine's start fails and says why
+            file = Path(hf_hub_download(config.model, name, revision=config.revision))
+        fields: object = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}  # without a configuration the engine's start fails and says why
+    return fields if isinstance(fields, dict) else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +124,8 @@ class Patches:
     """Number of tokens."""
     seconds: float | None = None
     """Seconds between frame pairs; None for images, and for models that are not given the time."""
+    inputs: Mapping[str, Any] | None = None
+    """Inputs of the model's forward pass, by name, if it takes others than patches and their grid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +150,12 @@ class VisionReader:
         self._context_length = context_length
         self.image_token_id = int(model_config.image_token_id)
         """Placeholder token id of an image, repeated once per image token."""
-        self.video_token_id = int(model_config.video_token_id)
-        """Placeholder token id of a video, repeated likewise."""
-        self._around = int(model_config.vision_start_token_id), int(model_config.vision_end_token_id)
+        self.video_token_id = int(getattr(model_config, "video_token_id", -1))
+        """Placeholder token id of a video, repeated likewise; -1 for models that take none."""
+        self.around: tuple[int, int] | None = None
+        """Token ids before and after each image and video; None: any."""
+        if getattr(model_config, "vision_start_token_id", None) is not None:
+            self.around = int(model_config.vision_start_token_id), int(model_config.vision_end_token_id)
         self._takes_videos = model_config.model_type in VIDEO_MODELS
         self._is_timed = model_config.model_type in TIMED_MODELS
         self._held: OrderedDict[str, Patches] = OrderedDict()
@@ -200,7 +212,8 @@ class VisionReader:
                 )
             looked_for = None if medium.data is not None else data
             token_id = self.video_token_id if isinstance(medium, VideoInput) else self.image_token_id
-            found.append(ReadMedium(token_id, count, looked_for, follows=self._around[0]))
+            follows = None if self.around is None else self.around[0]
+            found.append(ReadMedium(token_id, count, looked_for, follows))
         return found
 
     async def example(self, size: tuple[int, int]) -> tuple[list[int], tuple[MediaInput, ...]]:
@@ -209,8 +222,8 @@ class VisionReader:
 
         media = (ImageInput.from_pil(Image.new("RGB", size)),)
         (image,) = await self.read(media)
-        start, end = self._around
-        return [start, *[self.image_token_id] * image.count, end], media
+        before, after = ([], []) if self.around is None else ([self.around[0]], [self.around[1]])
+        return [*before, *[self.image_token_id] * image.count, *after], media
 
     async def patches(self, media: Sequence[MediaInput]) -> Seen:
         """Return the patches of each image and video.
@@ -276,6 +289,11 @@ class VisionReader:
             raise unreadable(medium, told or f"{type(error).__name__}: {error}") from error
 
     def _image(self, data: bytes, name: str) -> Patches:
+        made = self._image_processor(images=[self._opened(data)], return_tensors="pt")
+        return _cut(name, made["pixel_values"], made["image_grid_thw"], self._image_processor)
+
+    def _opened(self, data: bytes) -> Image:
+        """Decode an image file within the bounds."""
         from PIL import Image, UnidentifiedImageError
 
         Image.init()
@@ -294,8 +312,7 @@ class VisionReader:
             )
         if opened.format == "JPEG" and data.count(_SCAN) > MOST_SCANS:
             raise ValueError(f"it has more than {MOST_SCANS} scans, each of which goes over all of its pixels")
-        made = self._image_processor(images=[opened.convert("RGB")], return_tensors="pt")
-        return _cut(name, made["pixel_values"], made["image_grid_thw"], self._image_processor)
+        return opened.convert("RGB")
 
     def _video(self, data: bytes, name: str, look: Callable[[], None]) -> Patches:
         from transformers.video_utils import VideoMetadata

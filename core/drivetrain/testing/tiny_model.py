@@ -202,9 +202,27 @@ VISION_ARCHITECTURES: Final[Mapping[str, Mapping[str, ConfigValue]]] = MappingPr
                 "deepstack_visual_indexes": (0, 1),
             },
         },
+        "llava": {
+            "image_token_id": _IMAGE,
+            "tie_word_embeddings": False,
+            "text_config": {**_WITH_IMAGES, **_OWN_HEADS, "model_type": "llama"},
+            "vision_config": {
+                "model_type": "clip_vision_model",
+                "hidden_size": _WIDTH,
+                "intermediate_size": _WIDTH,
+                "projection_dim": _WIDTH,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "image_size": 4 * _PATCH,
+                "patch_size": _PATCH,
+                "initializer_range": 0.1,
+                "initializer_factor": 5.0,
+            },
+        },
     }
 )
-"""The same for vision models."""
+"""The same for vision models. The first three take videos too, and images of many sizes; for LLaVA an image is resized,
+cropped, and always 16 tokens."""
 
 _PREPROCESSOR: Final = {
     "image_processor_type": "Qwen2VLImageProcessor",
@@ -215,6 +233,26 @@ _PREPROCESSOR: Final = {
     "image_mean": [0.5, 0.5, 0.5],
     "image_std": [0.5, 0.5, 0.5],
 }
+
+_PROCESSORS: Final[Mapping[str, Mapping[str, Mapping[str, object]]]] = MappingProxyType(
+    {
+        "llava": {
+            "preprocessor_config.json": {
+                "image_processor_type": "CLIPImageProcessor",
+                "size": {"shortest_edge": 4 * _PATCH},
+                "crop_size": {"height": 4 * _PATCH, "width": 4 * _PATCH},
+            },
+            "processor_config.json": {
+                "processor_class": "LlavaProcessor",
+                "image_token": VISION_TOKENS[2],
+                "patch_size": _PATCH,
+                "num_additional_image_tokens": 1,
+                "vision_feature_select_strategy": "default",
+            },
+        }
+    }
+)
+"""Files of the processors that are not Qwen's."""
 
 _KNOWN: Final = {**ARCHITECTURES, **VISION_ARCHITECTURES}
 
@@ -233,9 +271,10 @@ def tiny_model(
     width 128, 260 token ids and, if the architecture has positions, a context of 1024 tokens. Sliding windows are 32
     tokens wide. The same arguments give the same weights. Nothing is downloaded.
 
-    A model of :data:`VISION_ARCHITECTURES` also takes images and videos. It has four more token ids, a template that
-    places media, and an image processor configuration: 28 by 28 pixels are a token, and an image has 4 to 64 tokens.
-    The video processor uses the same configuration, with as many tokens per pair of frames.
+    A model of :data:`VISION_ARCHITECTURES` also takes images, and Qwen's videos. It has four more token ids, a template
+    that places media, and an image processor configuration. For Qwen's models 28 by 28 pixels are a token, and an image
+    has 4 to 64 tokens; the video processor uses the same configuration, with as many tokens per pair of frames. For
+    LLaVA an image has 16 tokens.
 
     Args:
         architecture: A key of :data:`ARCHITECTURES` or :data:`VISION_ARCHITECTURES`, such as ``"llama"``.
@@ -296,7 +335,9 @@ def _write(folder: Path, architecture: str, seed: int, overrides: Mapping[str, C
     length = getattr(config.get_text_config(), "max_position_embeddings", None) or 1024
     byte_tokenizer(model_max_length=length, vision=takes_images).save_pretrained(folder)
     if takes_images:
-        (folder / "preprocessor_config.json").write_text(json.dumps(_PREPROCESSOR, indent=2), encoding="utf-8")
+        files = _PROCESSORS.get(architecture, {"preprocessor_config.json": _PREPROCESSOR})
+        for name, fields in files.items():
+            (folder / name).write_text(json.dumps(fields, indent=2), encoding="utf-8")
 
 
 def _does_not_work(architecture: str, overrides: Mapping[str, ConfigValue], error: Exception) -> InvalidConfig:

@@ -121,9 +121,9 @@ def _update(field: str, value: object) -> object:
     if not isinstance(value, WeightUpdateRequest):
         refuse(field, value, "expected a WeightUpdateRequest, which WeightSync makes")
     check_name("version", value.version)
-    lora_name, path = getattr(value.source, "lora_name", None), getattr(value.source, "path", None)
-    if lora_name is not None:
-        check_name("source.lora_name", lora_name)
+    path = getattr(value.source, "path", None)
+    if value.lora_name is not None:
+        check_name("source.lora_name" if value.lora is None else "lora.lora_name", value.lora_name)
     if path is not None:
         check_path("source.path", path)
     return value

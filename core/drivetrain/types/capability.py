@@ -33,6 +33,10 @@ class Capability(Enum):
     PROMPT_LOGPROBS = "prompt_logprobs", "Logprobs of the prompt's own tokens can be returned."
     PROMPT_RANKS = "prompt_ranks", "Ranks of the prompt's own tokens, by likelihood, can be returned."
     SCORE_TOKENS = "score_tokens", "Given tokens can be scored without sampling any."
+    SCORE_AT = (
+        "score_at",
+        "Given token ids can be scored at each of a sequence's last positions, at a temperature, as packed arrays.",
+    )
     STOP_TOKEN_IDS = "stop_token_ids", "Generation can end at given token ids."
     STOP_STRINGS = "stop_strings", "Generation can end at given strings, also if they span tokens."
     STOP_REGEX = "stop_regex", "Generation can end at the first match of a regular expression."
@@ -82,6 +86,10 @@ class Capability(Enum):
     WEIGHTS_DISK = "weights_disk", "Weights can be loaded from a checkpoint folder."
     WEIGHTS_PLUGIN = "weights_plugin", "Weights can be loaded through a plugin's transport, such as drivetrain's delta."
     WEIGHTS_LORA = "weights_lora", "A loaded LoRA adapter can be updated from a folder."
+    WEIGHTS_LORA_TENSORS = (
+        "weights_lora_tensors",
+        "A LoRA adapter can be updated from tensors, by any claimed transport that brings weights from memory.",
+    )
     WEIGHT_STAGING = "weight_staging", "Weights can be staged in the background while generation goes on."
     WEIGHT_UPDATE_IN_FLIGHT_IN_PLACE = (
         "weight_update_in_flight_in_place",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from drivetrain.types.routed_experts import RoutedExperts
 from drivetrain.types.sampling import LogprobsMode
 from drivetrain.types.sampling_mask import SamplingMask
+from drivetrain.types.token_scores import TokenScores
 
 
 class FinishReason(Enum):
@@ -120,6 +121,9 @@ class Completion(_TextLater):
     """Experts of each prompt token; None when not asked for, or aborted before the prompt was read."""
     sampling_mask: SamplingMask | None = None
     """Ids that each token was drawn from, one position per token; None when not asked for."""
+    scores: TokenScores | None = None
+    """Logprobs that ``compute_logprobs`` was asked for with ``at``, ``temperature`` or ``last_n``. None when not asked
+    for, or aborted before the prompt was read."""
 
     @property
     def weight_version(self) -> str | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
@@ -128,6 +128,13 @@ class LoraSource(_Frozen):
     path: str = Field(description="Folder that holds the adapter.")
 
 
+class LoraTensors(_Frozen):
+    """Name and configuration of a LoRA adapter whose tensors the update's source brings, instead of all weights."""
+
+    lora_name: str = Field(description="Name of the adapter.")
+    config: dict[str, JsonValue] = Field(description="Fields of the adapter's ``adapter_config.json``.")
+
+
 class ShardsSource(_Frozen):
     """Tensors in parts, in memory of several ranks of a trainer on the engine's host. The engine puts them together."""
 
@@ -164,6 +171,10 @@ WeightSource = (
 )
 
 
+LORA_TRANSPORTS: Final = ("in_process", "shared_memory", "cuda_ipc", "broadcast")
+"""Kinds of the sources that can bring an adapter's tensors."""
+
+
 def transport_of(source: WeightSource) -> str:
     """Return how the tensors of a source travel: its kind, or that of its ranks."""
     return source.ranks[0].kind if isinstance(source, ShardsSource) else source.kind
@@ -187,6 +198,24 @@ class WeightUpdateRequest(_Frozen):
     keep_prefix_cache: bool = Field(
         default=False, strict=True, description="Keep using prefix cache entries computed with older weights."
     )
+    lora: LoraTensors | None = Field(
+        default=None, description="The adapter that the tensors belong to; None: they are the model's own weights."
+    )
+
+    @property
+    def lora_name(self) -> str | None:
+        """Name of the adapter that is updated; None if the update brings all weights."""
+        given = self.source if isinstance(self.source, LoraSource) else self.lora
+        return None if given is None else given.lora_name
+
+    @model_validator(mode="after")
+    def _adapter_travels(self) -> WeightUpdateRequest:
+        if self.lora is not None and (self.source.kind not in LORA_TRANSPORTS or self.keep_prefix_cache):
+            raise ValueError(
+                f"an adapter's tensors come from a source of kind {', '.join(LORA_TRANSPORTS)}, without "
+                f"keep_prefix_cache; got kind {self.source.kind}. LoraSync makes such requests"
+            )
+        return self
 
     @model_validator(mode="after")
     def _plan_given(self) -> WeightUpdateRequest:

@@ -273,7 +273,7 @@ class GenerateAnswer(GenerateFrame):
     mm_placeholders: None
     kv_transfer_params: None
     metrics: None
-    prompt_token_id_logprobs: None
+    prompt_token_id_logprobs: str | None
 
 
 # Tokens and embeddings -----------------------------------------------------------------------------------------------

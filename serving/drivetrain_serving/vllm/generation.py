@@ -36,6 +36,7 @@ from drivetrain_serving.vllm.payloads import (
     read_completion,
     read_generate,
 )
+from drivetrain_serving.vllm.prompt_scores import PromptScores
 
 STATUSES: Final = (404, 409, *OF_ENGINES)
 """Statuses of requests to generate that are refused or fail: 409 is of a weight version that is gone."""
@@ -142,11 +143,14 @@ class GenerationRoutes:
             params |= self._served.prompt_logprobs(count)
         call = dataclasses.replace(call, params=params, lora=await self._served.adapter_of(asked.model))
         responses = GenerateResponses(asked, self._served, self._texts)
+        wanted = PromptScores.asked_for(asked, self._served.engine.model_info.vocab_size)
         if asked.stream:
             return await self._streamed(
                 call, responses, include_usage=asked.include_usage, with_ids=False, error_body=body_of
             )
-        return json_answer(responses.whole(await self._completed(call)))
+        with call.refusals():
+            scores = None if wanted is None else await wanted.encoded(self._served.engine, asked, call.lora)
+        return json_answer({**responses.whole(await self._completed(call)), "prompt_token_id_logprobs": scores})
 
     # Parts of the answers ----------------------------------------------------------------------------------------
 

@@ -239,10 +239,22 @@ def _with_sampling_params(schema: JsonDict) -> None:
     params = {name: fields[name] for name in (*_SAMPLING, *_SAME, *_ON_THE_WIRE) if name in fields}
     properties = schema["properties"]
     assert isinstance(properties, dict)
+    of_the_prompt: JsonDict = {
+        "prompt_logprob_token_ids": {
+            "type": "array",
+            "items": {"type": "array", "items": {"type": "integer", "minimum": -1}},
+            "description": "Ids to score at each of the prompt's tokens after the first ones; -1 pads.",
+        },
+        "prompt_logprob_start": {
+            "type": "integer",
+            "minimum": 0,
+            "description": "Number of the prompt's tokens, beside the first, that are not scored.",
+        },
+    }
     properties["sampling_params"] = {
         "type": "object",
         "description": "Sampling parameters by vLLM's names.",
-        "properties": params,
+        "properties": {**params, **of_the_prompt},
     }
 
 

@@ -99,7 +99,7 @@ class PolicyEngine:
                 self._sync = WeightSync.connect(model, page, cast=self._cast)
             else:
                 adapter = getattr(model, "active_adapter", "default")
-                self._sync = LoraSync(cast("PeftModel", model), page, self._lora_name, adapter=adapter)
+                self._sync = LoraSync.connect(cast("PeftModel", model), page, self._lora_name, adapter=adapter)
             self._model = model
         return self._sync
 

@@ -71,10 +71,25 @@ class LoraModule:
 
 
 @dataclass(frozen=True, slots=True)
+class GivenAdapter:
+    """An adapter as a trainer gave it, not yet checked."""
+
+    where: str
+    """Name of the adapter or its folder, which begins the message of a refusal."""
+    field: str
+    """Field of the request to which a refusal is attributed."""
+    config: Mapping[str, object]
+    """Fields of ``adapter_config.json``."""
+    tensors: Mapping[str, torch.Tensor]
+    non_finite: Mapping[str, str]
+    """Tensors with values that are not finite: ``"NaN"`` or ``"infinite"``, by name."""
+
+
+@dataclass(frozen=True, slots=True)
 class LoraAdapter:
     """A plain LoRA adapter that fits the model."""
 
-    path: Path
+    given: GivenAdapter
     modules: Mapping[str, LoraModule]
     """By the layer's name in the model."""
     rank: int
@@ -90,6 +105,24 @@ class LoraAdapter:
         return any(module.bias is not None for module in self.modules.values())
 
 
+def adapter_in(path: str) -> GivenAdapter:
+    """Return the adapter of a peft folder.
+
+    Raises:
+        InvalidRequest: the folder cannot be read.
+    """
+    where = f"lora_path={path!r}"
+    try:
+        config = json.loads((Path(path) / _CONFIG).read_text(encoding="utf-8"))
+        config.get("peft_type")
+        tensors = _tensors_of(Path(path))
+        return GivenAdapter(where, "lora_path", config, tensors, non_finite(tensors))
+    except _UNREADABLE as error:
+        raise InvalidRequest(
+            f"{where} cannot be read as a peft folder: {type(error).__name__}: {str(error)[:300]}", field="lora_path"
+        ) from error
+
+
 def read_adapter(
     path: str,
     largest_rank: int | None,
@@ -98,60 +131,68 @@ def read_adapter(
     honours: Collection[str] = (),
     base: Callable[[str], torch.Tensor] | None = None,
 ) -> LoraAdapter:
-    """Read a peft folder; refuse an adapter that the engine would compute differently from peft.
+    """Read a peft folder and check it as :func:`check_adapter` does.
+
+    Raises:
+        InvalidRequest: the folder holds no such adapter, or one of another model; nothing was loaded.
+    """
+    return check_adapter(adapter_in(path), largest_rank, shapes, honours=honours, base=base)
+
+
+def check_adapter(
+    given: GivenAdapter,
+    largest_rank: int | None,
+    shapes: Mapping[str, tuple[int, ...]],
+    *,
+    honours: Collection[str] = (),
+    base: Callable[[str], torch.Tensor] | None = None,
+) -> LoraAdapter:
+    """Return an adapter by module; refuse one that the engine would compute differently from peft.
 
     Args:
-        path: The folder.
+        given: The adapter.
         largest_rank: Largest rank that the engine was configured for; None: any.
         shapes: Shapes ``[outputs, inputs]`` of the model's weights that can have an adapter, by checkpoint name.
         honours: Fields of ``adapter_config.json`` that the engine honours beyond those of plain LoRA.
         base: Returns one of the engine's weights, to accept base weights saved by peft if they are equal.
 
     Raises:
-        InvalidRequest: the folder holds no such adapter, or one of another model; nothing was loaded.
+        InvalidRequest: it is no such adapter, or one of another model; nothing was loaded.
     """
-    try:
-        config = json.loads((Path(path) / _CONFIG).read_text(encoding="utf-8"))
-        kind = config.get("peft_type")
-        tensors = _tensors_of(Path(path))
-    except _UNREADABLE as error:
-        raise _wrong(path, f"cannot be read as a peft folder: {type(error).__name__}: {str(error)[:300]}") from error
+    config, kind = given.config, given.config.get("peft_type")
     if kind != "LORA":
-        raise _wrong(path, f"holds an adapter of type {_brief(kind)}; requests can select only LoRA adapters")
-    _check_fields(path, config, honours)
-    bad = non_finite(tensors)
-    if bad:
+        raise _wrong(given, f"holds an adapter of type {_brief(kind)}; requests can select only LoRA adapters")
+    _check_fields(given, honours)
+    if bad := given.non_finite:
         named = listed([f"{name} ({what})" for name, what in bad.items()])
-        raise _wrong(path, f"holds {len(bad)} tensors with values that are not finite: {named}")
-    parts = _parts(path, tensors, shapes, base)
+        raise _wrong(given, f"holds {len(bad)} tensors with values that are not finite: {named}")
+    parts = _parts(given, shapes, base)
     try:
-        _check_layers(path, config, parts, shapes)
-        modules = {name: _module(path, config, name, found, shapes) for name, found in parts.items()}
+        _check_layers(given, parts, shapes)
+        modules = {name: _module(given, name, found, shapes) for name, found in parts.items()}
     except re.error as error:
         raise _wrong(
-            path, f"has the pattern {_brief(error.pattern)} in {_CONFIG}, which is not a valid regex: {error}"
+            given, f"has the pattern {_brief(error.pattern)} in {_CONFIG}, which is not a valid regex: {error}"
         ) from error
     largest = max(modules, key=lambda name: modules[name].rank)
     rank = modules[largest].rank
     if largest_rank is not None and rank > largest_rank:
-        raise _wrong(path, f"has rank {rank} at {largest}, more than max_lora_rank={largest_rank}")
+        raise _wrong(given, f"has rank {rank} at {largest}, more than max_lora_rank={largest_rank}")
     scales = Counter(module.scale for module in modules.values() if module.scale).most_common(1)
     scale = scales[0][0] if scales else 0.0
-    return LoraAdapter(Path(path), modules, rank, scale, _unusual(config, modules, tensors))
+    return LoraAdapter(given, modules, rank, scale, _unusual(config, modules, given.tensors))
 
 
-def named_alike(path: str, namings: Sequence[Mapping[str, tuple[int, ...]]]) -> Mapping[str, tuple[int, ...]]:
-    """Return the shapes whose names are most like those of the adapter's layers; the first if it cannot be read.
+def named_alike(
+    names: Iterable[str], namings: Sequence[Mapping[str, tuple[int, ...]]]
+) -> Mapping[str, tuple[int, ...]]:
+    """Return the shapes whose names are most like those of an adapter's layers.
 
     Args:
-        path: The adapter's folder.
+        names: Names of the adapter's tensors.
         namings: Shapes of the same weights, once for each way to name them.
     """
     if len(namings) == 1:
-        return namings[0]
-    try:
-        names = _tensors_of(Path(path))
-    except _UNREADABLE:
         return namings[0]
     layers = {name.removeprefix(_PREFIX).partition(".lora_")[0] for name in names}
     return max(namings, key=lambda shapes: sum(f"{layer}.weight" in shapes for layer in layers))
@@ -160,8 +201,9 @@ def named_alike(path: str, namings: Sequence[Mapping[str, tuple[int, ...]]]) -> 
 # Fields ------------------------------------------------------------------------------------------------------------
 
 
-def _check_fields(path: str, config: Mapping[str, object], honours: Collection[str]) -> None:
+def _check_fields(given: GivenAdapter, honours: Collection[str]) -> None:
     """Refuse each field whose effect the engine does not apply."""
+    config = given.config
     for field, value in config.items():
         if field in _SAYS_NOTHING or field in _READ or field in honours:
             continue
@@ -169,19 +211,19 @@ def _check_fields(path: str, config: Mapping[str, object], honours: Collection[s
             continue
         remedy = _REMEDIES.get(field, f"train without {field}")
         raise _wrong(
-            path,
+            given,
             f"has {field}={_brief(value)} in {_CONFIG}, which this engine does not apply per request; {remedy}, or "
             "merge the adapter and push all weights",
         )
     rank, alpha = config.get("r"), config.get("lora_alpha", 8)
     if not _is_rank(rank):
-        raise _wrong(path, f"has r={_brief(rank)} in {_CONFIG}, where a whole number above 0 was expected")
+        raise _wrong(given, f"has r={_brief(rank)} in {_CONFIG}, where a whole number above 0 was expected")
     if not _is_finite(alpha):
-        raise _wrong(path, f"has lora_alpha={_brief(alpha)} in {_CONFIG}, where a finite number was expected")
+        raise _wrong(given, f"has lora_alpha={_brief(alpha)} in {_CONFIG}, where a finite number was expected")
     for field, is_right in (("rank_pattern", _is_rank), ("alpha_pattern", _is_finite)):
         pattern = config.get(field) or {}
         if not isinstance(pattern, dict) or not all(map(is_right, pattern.values())):
-            raise _wrong(path, f"has {field}={_brief(pattern)} in {_CONFIG}, where numbers by module were expected")
+            raise _wrong(given, f"has {field}={_brief(pattern)} in {_CONFIG}, where numbers by module were expected")
 
 
 def _is_default(field: str, value: object) -> bool:
@@ -220,34 +262,35 @@ def _tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _parts(
-    path: str,
-    tensors: Mapping[str, torch.Tensor],
+    given: GivenAdapter,
     shapes: Mapping[str, tuple[int, ...]],
     base: Callable[[str], torch.Tensor] | None,
 ) -> dict[str, dict[str, torch.Tensor]]:
     """Return the tensors of each module: ``A``, ``B``, ``embedding_A``, ``embedding_B``, ``bias``."""
     found: dict[str, dict[str, torch.Tensor]] = {}
-    for name, tensor in tensors.items():
+    for name, tensor in given.tensors.items():
         module, lora, part = name.removeprefix(_PREFIX).rpartition(".lora_")
         part = {"A.weight": "A", "B.weight": "B", "B.bias": "bias"}.get(part, part)
         if not lora:
-            _check_copy(path, name, tensor, base)
+            _check_copy(given, name, tensor, base)
         elif f"{module}.weight" not in shapes:
             raise _wrong(
-                path,
+                given,
                 f"has {name}, but the model has no layer {module} that a request can adapt; name layers as the model "
                 "does (of a vision model, only its language model's), or merge the adapter and push all weights",
             )
         elif part not in ("A", "B", "bias", "embedding_A", "embedding_B"):
-            raise _wrong(path, f"has {name}, which is not a tensor of plain LoRA")
+            raise _wrong(given, f"has {name}, which is not a tensor of plain LoRA")
         else:
             found.setdefault(module, {})[part] = tensor
     if not found:
-        raise _wrong(path, f"holds no tensors of an adapter in {_TENSORS}")
+        raise _wrong(given, "holds no tensors of an adapter")
     return found
 
 
-def _check_copy(path: str, name: str, tensor: torch.Tensor, base: Callable[[str], torch.Tensor] | None) -> None:
+def _check_copy(
+    given: GivenAdapter, name: str, tensor: torch.Tensor, base: Callable[[str], torch.Tensor] | None
+) -> None:
     """Accept the base embedding that peft saves beside an adapter for it, if it equals the engine's own."""
     own = name.removeprefix(_PREFIX).replace(".base_layer.", ".")
     try:
@@ -257,16 +300,15 @@ def _check_copy(path: str, name: str, tensor: torch.Tensor, base: Callable[[str]
     same = weight is not None and weight.shape == tensor.shape and torch.equal(weight, tensor.to(weight.dtype))
     if not same:
         raise _wrong(
-            path,
+            given,
             f"has {name}, a weight of the model beside the adapter; save the adapter alone "
             "(peft: save_pretrained(..., save_embedding_layers=False)), or merge it and push all weights",
         )
 
 
-def _check_layers(
-    path: str, config: Mapping[str, object], parts: Collection[str], shapes: Mapping[str, tuple[int, ...]]
-) -> None:
+def _check_layers(given: GivenAdapter, parts: Collection[str], shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Check that the modules with tensors are those selected by ``target_modules`` and related fields."""
+    config = given.config
     targets = config.get("target_modules")
     if not targets or targets in ("all-linear", "all"):
         return
@@ -280,10 +322,10 @@ def _check_layers(
     missing, surplus = named - set(parts), set(parts) - named
     if missing:
         names = listed(sorted(missing), 4)
-        raise _wrong(path, f"holds no tensors for {names}, which target_modules names; save the adapter again")
+        raise _wrong(given, f"holds no tensors for {names}, which target_modules names; save the adapter again")
     if surplus:
         names = listed(sorted(surplus), 4)
-        raise _wrong(path, f"has tensors for {names}, which target_modules and layers_to_transform do not name")
+        raise _wrong(given, f"has tensors for {names}, which target_modules and layers_to_transform do not name")
 
 
 def _kind(module: str) -> str:
@@ -322,17 +364,14 @@ def _strings(value: object) -> list[str]:
 
 
 def _module(
-    path: str,
-    config: Mapping[str, object],
-    name: str,
-    parts: Mapping[str, torch.Tensor],
-    shapes: Mapping[str, tuple[int, ...]],
+    given: GivenAdapter, name: str, parts: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]]
 ) -> LoraModule:
+    config = given.config
     is_embedding = "embedding_A" in parts or "embedding_B" in parts
     first, second = ("embedding_A", "embedding_B") if is_embedding else ("A", "B")
     for part, other in ((first, second), (second, first)):
         if part not in parts:
-            raise _wrong(path, f"has lora_{other} of {name} without its lora_{part}")
+            raise _wrong(given, f"has lora_{other} of {name} without its lora_{part}")
     rank = _by_pattern(config.get("rank_pattern"), name, config["r"])
     alpha = _by_pattern(config.get("alpha_pattern"), name, config.get("lora_alpha", 8))
     assert isinstance(rank, int)
@@ -343,7 +382,7 @@ def _module(
         if list(tensor.shape) != wanted.get(part):
             own = list(shapes[f"{name}.weight"])
             raise _wrong(
-                path,
+                given,
                 f"does not fit the model: lora_{part} of {name} is {list(tensor.shape)}, where rank {rank} and the "
                 f"layer's weight {own} require {wanted.get(part)}",
             )
@@ -382,5 +421,5 @@ def _brief(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _wrong(path: str, what: str) -> InvalidRequest:
-    return InvalidRequest(f"lora_path={path!r} {what}", field="lora_path")
+def _wrong(given: GivenAdapter, what: str) -> InvalidRequest:
+    return InvalidRequest(f"{given.where} {what}", field=given.field)

@@ -11,7 +11,14 @@ import torch
 from safetensors.torch import save_file
 
 from drivetrain.errors import InvalidRequest
-from drivetrain_weight_sync.receiver.lora_adapters import LoraAdapter, LoraModule, named_alike, read_adapter
+from drivetrain_weight_sync.receiver.lora_adapters import (
+    GivenAdapter,
+    LoraAdapter,
+    LoraModule,
+    adapter_in,
+    check_adapter,
+    named_alike,
+)
 from drivetrain_weight_sync.transports.push_folder import PushFolder
 
 
@@ -33,8 +40,8 @@ class PlainAdapters:
         *,
         writes: bool = True,
     ) -> None:
-        self._largest_rank = largest_rank
-        self._adapted_with = adapted_with
+        self.largest_rank = largest_rank
+        self.adapted_with = adapted_with
         self._writes = writes
         self._written: dict[str, PushFolder] = {}
 
@@ -49,9 +56,7 @@ class PlainAdapters:
         Raises:
             InvalidRequest: the folder holds no adapter that the engine can serve.
         """
-        shapes = named_alike(path, namings)
-        adapter = read_adapter(path, self._largest_rank, shapes)
-        zeros = _unadapted(adapter, shapes, self._adapted_with)
+        adapter, zeros = _checked(adapter_in(path), self.largest_rank, self.adapted_with, namings)
         if not zeros and not adapter.unusual:
             return path
         if not self._writes:
@@ -79,6 +84,37 @@ class PlainAdapters:
             self.remove(name)
 
 
+def plain_tensors(
+    given: GivenAdapter,
+    largest_rank: int,
+    adapted_with: Mapping[str, Sequence[str]],
+    namings: Sequence[Mapping[str, tuple[int, ...]]],
+) -> tuple[dict[str, object], dict[str, torch.Tensor]]:
+    """Check an adapter, and return the configuration and tensors from which the engine is to load it.
+
+    Tensors may be the given ones. Arguments are those of :class:`PlainAdapters` and its ``folder_for``.
+
+    Raises:
+        InvalidRequest: the engine cannot serve it.
+    """
+    adapter, zeros = _checked(given, largest_rank, adapted_with, namings)
+    if not zeros and not adapter.unusual:
+        return dict(given.config), dict(given.tensors)
+    return _rewritten(adapter, zeros)
+
+
+def _checked(
+    given: GivenAdapter,
+    largest_rank: int,
+    adapted_with: Mapping[str, Sequence[str]],
+    namings: Sequence[Mapping[str, tuple[int, ...]]],
+) -> tuple[LoraAdapter, dict[str, tuple[int, ...]]]:
+    """Return the adapter, and the layers that it leaves out and the engine needs."""
+    shapes = named_alike(given.tensors, namings)
+    adapter = check_adapter(given, largest_rank, shapes)
+    return adapter, _unadapted(adapter, shapes, adapted_with)
+
+
 def _unadapted(
     adapter: LoraAdapter, shapes: Mapping[str, tuple[int, ...]], adapted_with: Mapping[str, Sequence[str]]
 ) -> dict[str, tuple[int, ...]]:
@@ -102,16 +138,26 @@ def _unadapted(
 def write_plain(adapter: LoraAdapter, folder: Path, zeros: Mapping[str, tuple[int, ...]]) -> None:
     """Write an equivalent adapter without fields that an engine may ignore.
 
-    Smaller ranks are padded with zeros. Scales that differ from the adapter's own are multiplied into B.
-
     Args:
         adapter: The adapter, without biases.
         folder: The folder to write into.
         zeros: Shapes of the weights of further layers, whose adapter is zero.
     """
+    config, tensors = _rewritten(adapter, zeros)
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+def _rewritten(
+    adapter: LoraAdapter, zeros: Mapping[str, tuple[int, ...]]
+) -> tuple[dict[str, object], dict[str, torch.Tensor]]:
+    """Return configuration and tensors of an equivalent adapter.
+
+    Smaller ranks are padded with zeros. Scales that differ from the adapter's own are multiplied into B.
+    """
     tensors: dict[str, torch.Tensor] = {}
     some = next(iter(adapter.modules.values())).a
-    for name, module in {**adapter.modules, **_nothing(zeros, adapter, some.dtype)}.items():
+    for name, module in {**adapter.modules, **_nothing(zeros, adapter, some)}.items():
         missing = adapter.rank - module.rank
         a = torch.nn.functional.pad(module.a, (0, 0, 0, missing))
         b = torch.nn.functional.pad(module.b, (0, missing))
@@ -120,8 +166,7 @@ def write_plain(adapter: LoraAdapter, folder: Path, zeros: Mapping[str, tuple[in
         first, second = ("embedding_A", "embedding_B") if module.is_embedding else ("A.weight", "B.weight")
         tensors[f"base_model.model.{name}.lora_{first}"] = a.contiguous()
         tensors[f"base_model.model.{name}.lora_{second}"] = b.contiguous()
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    config = {
+    config: dict[str, object] = {
         "peft_type": "LORA",
         "r": adapter.rank,
         "lora_alpha": adapter.scale * adapter.rank,
@@ -129,14 +174,14 @@ def write_plain(adapter: LoraAdapter, folder: Path, zeros: Mapping[str, tuple[in
         "bias": "none",
         "inference_mode": True,
     }
-    (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return config, tensors
 
 
-def _nothing(shapes: Mapping[str, tuple[int, ...]], adapter: LoraAdapter, dtype: torch.dtype) -> dict[str, LoraModule]:
+def _nothing(shapes: Mapping[str, tuple[int, ...]], adapter: LoraAdapter, like: torch.Tensor) -> dict[str, LoraModule]:
     return {
         name: LoraModule(
-            torch.zeros(adapter.rank, inputs, dtype=dtype),
-            torch.zeros(outputs, adapter.rank, dtype=dtype),
+            like.new_zeros(adapter.rank, inputs),
+            like.new_zeros(outputs, adapter.rank),
             None,
             adapter.scale,
             is_embedding=False,

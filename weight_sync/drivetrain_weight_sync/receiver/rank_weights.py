@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +18,7 @@ from drivetrain.types.modes import MemoryTag
 from drivetrain.types.weights import (
     ApplyUpdate,
     BeginUpdate,
+    BroadcastSource,
     CommitUpdate,
     CommunicatorSpec,
     PrepareUpdate,
@@ -26,9 +28,12 @@ from drivetrain.types.weights import (
     WeightMessage,
     WeightReply,
     WeightReport,
+    WeightUpdateRequest,
 )
 from drivetrain_weight_sync.copying import device_copies
 from drivetrain_weight_sync.receiver.checkpoint_comparison import require_as_stored, require_converted_alike
+from drivetrain_weight_sync.receiver.plain_adapters import plain_tensors
+from drivetrain_weight_sync.receiver.received_adapters import receiving
 from drivetrain_weight_sync.receiver.receiver import Receiver
 from drivetrain_weight_sync.receiver.saving import WeightWriter
 from drivetrain_weight_sync.receiver.weight_inspection import merged, require_tensor, tensor_data, validate_weights
@@ -36,8 +41,18 @@ from drivetrain_weight_sync.tracing.derived_tensors import AfterLoading, Derived
 from drivetrain_weight_sync.tracing.quantised_parts import QuantisedParts
 from drivetrain_weight_sync.tracing.traced_target import TracedTarget
 from drivetrain_weight_sync.transports.device_memory import uuid_of
+from drivetrain_weight_sync.transports.process_groups import Groups
 
 _T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class HeldAdapter:
+    """An adapter in this process's memory."""
+
+    config: dict[str, object]
+    """Fields of ``adapter_config.json``."""
+    tensors: dict[str, torch.Tensor]
 
 
 class RankWeights(ABC):
@@ -49,6 +64,8 @@ class RankWeights(ABC):
     def __init__(self) -> None:
         self.asleep: set[MemoryTag] = set()
         """Tags whose memory was given back by sleep."""
+        self.adapters: dict[str, HeldAdapter] = {}
+        """Adapters that came as tensors, by the path that the engine has for them."""
 
     @property
     @abstractmethod
@@ -192,6 +209,42 @@ class RankWeights(ABC):
         """Verify what was loaded, then commit; no rank commits unless every rank verified."""
         self.of_ranks(lambda: self.receive_weights(VerifyUpdate()))
         return self.receive_weights(CommitUpdate(update.version))
+
+    def stage_adapter(
+        self,
+        path: str,
+        update: WeightUpdateRequest,
+        largest_rank: int,
+        adapted_with: dict[str, list[str]],
+        namings: list[dict[str, tuple[int, ...]]],
+    ) -> None:
+        """Receive and check an adapter; every rank holds it under ``path``, or none does.
+
+        Args:
+            path: Name by which the engine asks for it, in place of a folder.
+            update: The update that brings it.
+            largest_rank: As for ``PlainAdapters``.
+            adapted_with: As for ``PlainAdapters``.
+            namings: As for ``PlainAdapters.folder_for``.
+        """
+        groups = self.receiver.groups if isinstance(update.source, BroadcastSource) else Groups()
+
+        def receive() -> None:
+            with receiving(update, groups) as given:
+                config, tensors = plain_tensors(given, largest_rank, adapted_with, namings)
+                lent = {id(tensor) for tensor in given.tensors.values()}
+                own = {name: one.clone() if id(one) in lent else one for name, one in tensors.items()}
+                self.adapters[path] = HeldAdapter(config, own)
+
+        try:
+            self.of_ranks(receive)
+        except BaseException:
+            self.drop_adapter(path)
+            raise
+
+    def drop_adapter(self, path: str) -> None:
+        """Free an adapter that the engine does not have loaded."""
+        self.adapters.pop(path, None)
 
     def init_communicator(self, spec: CommunicatorSpec) -> None:
         """Join a group in which a trainer broadcasts; raises EngineBusy while it forms: call again."""

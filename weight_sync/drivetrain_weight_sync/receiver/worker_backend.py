@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import itertools
 import math
 from abc import abstractmethod
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final, cast
@@ -35,7 +36,9 @@ from drivetrain.types.weights import (
     WeightMessage,
     WeightReply,
     WeightReport,
+    WeightUpdateRequest,
 )
+from drivetrain_weight_sync.receiver.plain_adapters import PlainAdapters
 from drivetrain_weight_sync.receiver.saving import ModelFiles, save_remote, save_sharded
 from drivetrain_weight_sync.receiver.worker_requests import S, WorkerRequests
 
@@ -59,6 +62,8 @@ _ALWAYS: Final = (
         Capability.REWARD_SCORE,
     }
 )
+_HELD: Final = "drivetrain-adapter-"
+"""Beginning of the path of an adapter that the workers hold in memory."""
 _LAST_STEP_S: Final = 10.0
 _OPENING_S: Final = (0.001, 0.02)
 """First and longest interval, in seconds, at which a slow source is polled until it is open."""
@@ -79,10 +84,17 @@ class WorkerBackend(WorkerRequests[S]):
     An adapter implements the abstract methods. Its ``start`` calls :meth:`listen`, starts the engine and calls
     :meth:`connect`; :class:`~drivetrain_weight_sync.receiver.served_model.ServedModel` describes the model.
 
-    The worker's methods have the names of the ``Backend`` page, plus ``prepare_weights`` and ``prepared_weights``, as a
-    ``PrepareUpdate`` may take long. Engine releases that label no tokens with versions also need ``tokens_so_far``,
-    which counts the tokens of unfinished requests, and ``apply_weights_counting``, which returns those counts as well.
+    The worker's methods have the names of the ``Backend`` page. Others are ``prepare_weights`` and
+    ``prepared_weights``, as a ``PrepareUpdate`` may take long, and ``stage_adapter`` and ``drop_adapter``. Engine
+    releases that label no tokens with versions also need ``tokens_so_far``, which counts the tokens of unfinished
+    requests, and ``apply_weights_counting``, which returns those counts as well.
     """
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._adapter_numbers = itertools.count(1)
+        self._given_up: list[str] = []
+        """Paths of adapters whose load was cancelled, which the workers may hold."""
 
     @classmethod
     def capabilities(cls, config: EngineConfig) -> frozenset[Capability]:
@@ -94,7 +106,7 @@ class WorkerBackend(WorkerRequests[S]):
         if config.enable_prefix_caching:
             claimed.add(Capability.PREFIX_CACHE)
         if config.enable_lora:
-            claimed |= {Capability.LORA, Capability.WEIGHTS_LORA}
+            claimed |= {Capability.LORA, Capability.WEIGHTS_LORA, Capability.WEIGHTS_LORA_TENSORS}
         if importlib.util.find_spec("fsspec") is not None:
             claimed.add(Capability.SAVE_REMOTE)
         if config.tensor_parallel_size > 1:
@@ -217,6 +229,39 @@ class WorkerBackend(WorkerRequests[S]):
         for name, request in self.in_flight.items():
             # The engine has forgotten a finished request, although its result has not arrived here yet.
             request.replaced(self.version, tokens.get(name, math.inf))
+
+    async def stage_adapter(
+        self, update: WeightUpdateRequest, plain: PlainAdapters, namings: Sequence[Mapping[str, tuple[int, ...]]]
+    ) -> str:
+        """Have every worker receive and check an adapter; return the path by which the engine then loads it.
+
+        Raises:
+            InvalidRequest: The engine cannot serve it; no worker keeps it.
+        """
+        while self._given_up:
+            await self.drop_adapter(self._given_up[-1])
+            self._given_up.pop()
+        path = f"{_HELD}{next(self._adapter_numbers)}"
+        fused = {name: list(others) for name, others in plain.adapted_with.items()}
+        shapes = [dict(naming) for naming in namings]
+        try:
+            await self.ask("stage_adapter", path, update, plain.largest_rank, fused, shapes)
+        except asyncio.CancelledError:
+            self._given_up.append(path)  # the workers may receive it all the same
+            raise
+        return path
+
+    async def give_up_adapter(self, path: str, error: BaseException) -> None:
+        """Have the workers free a staged adapter that could not be loaded; after a cancellation, at the next one."""
+        if isinstance(error, asyncio.CancelledError):
+            self._given_up.append(path)
+        else:
+            await self.drop_adapter(path)
+
+    async def drop_adapter(self, path: str) -> None:
+        """Have the workers free an adapter, unless its path is that of a folder."""
+        if path.startswith(_HELD):
+            await self.ask("drop_adapter", path)
 
     async def init_communicator(self, spec: CommunicatorSpec) -> None:
         """Join a group while generation continues."""

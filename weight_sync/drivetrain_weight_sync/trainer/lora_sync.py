@@ -3,36 +3,42 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-from collections.abc import Mapping
+from collections.abc import Set
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Final, Self
 
-import torch
-from safetensors.torch import save_file
-
-from drivetrain.checks.extras import from_extra
 from drivetrain.checks.safe_repr import shown
+from drivetrain.engine.validation import require
 from drivetrain.errors import InvalidRequest, WeightSyncError
 from drivetrain.types.arguments import checked
+from drivetrain.types.capability import Capability
 from drivetrain.types.modes import PauseMode
-from drivetrain.types.weights import LoraSource, WeightUpdateRequest
-from drivetrain_weight_sync.tensors.finite import non_finite
-from drivetrain_weight_sync.trainer.staging import require_finite
-from drivetrain_weight_sync.transports.push_folder import PushFolder
+from drivetrain.types.weights import LORA_TRANSPORTS
+from drivetrain_weight_sync.copying.plan import DEFAULT_BUCKET_BYTES
+from drivetrain_weight_sync.trainer.adapter_ways import AdapterWay, FolderWay, TensorWay
+from drivetrain_weight_sync.trainer.pushed_adapter import AdapterTensors, PeftAdapter, PushedAdapter
+from drivetrain_weight_sync.trainer.senders import sender_from_memory
+from drivetrain_weight_sync.trainer.strategy import Strategy, choose
+from drivetrain_weight_sync.transports.cuda_ipc import can_map
+from drivetrain_weight_sync.transports.process_groups import GroupBackend
+from drivetrain_weight_sync.transports.updatable_engine import AdaptableEngine
 
 if TYPE_CHECKING:
     from peft import PeftModel
 
+_FROM_MEMORY: Final = frozenset(
+    {
+        Capability.WEIGHTS_IN_PROCESS,
+        Capability.WEIGHTS_SHARED_MEMORY,
+        Capability.WEIGHTS_CUDA_IPC,
+        Capability.WEIGHTS_BROADCAST,
+    }
+)
 
-@runtime_checkable
-class LoraEngine(Protocol):
-    """The part of :class:`~drivetrain.engine.engine.InferenceEngine` that ``LoraSync`` uses."""
-
-    async def update_named_weights(self, request: WeightUpdateRequest) -> None: ...
+_NAMES: Final = frozenset(LORA_TRANSPORTS) | {Strategy(name) for name in LORA_TRANSPORTS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,102 +47,132 @@ class LoraSyncResult:
 
     version: str
     lora_name: str
+    strategy: Strategy
     tensors: int
     nbytes: int
     """Bytes of the adapter's tensors."""
     stage_seconds: float
-    """Time to check and write the adapter, while the engine keeps serving."""
+    """Time to check the adapter and copy or write it, while the engine keeps serving."""
     update_seconds: float
     """Time until the engine has loaded the new adapter and unloaded the old one."""
     total_seconds: float
 
 
 class LoraSync:
-    """Pushes the adapter of a peft model to an engine with ``enable_lora``. Requests select it by ``lora_name``.
+    """Pushes the adapter of a peft model to an engine with ``enable_lora``. Created by :meth:`connect`.
 
-    The first push loads the adapter, each later push updates it. It travels through a folder. The folder of the last
-    push is kept until the next push or :meth:`close`, for engines that read an adapter again.
-
-    Args:
-        model: a ``peft.PeftModel`` with a LoRA adapter.
-        engine: the engine to push to.
-        lora_name: the name by which requests select the adapter.
-        adapter: the model's adapter to push.
-        mode: pause mode for requests in flight that use the adapter: ``wait`` or ``abort``. They cannot continue with
-            another adapter: with ``retract`` or ``in_place``, a push is refused while there are any.
-        directory: parent of the folders, readable by the engine's process; None: the temporary folder.
-
-    Raises:
-        InvalidRequest: an argument has the wrong type or value, or the model has no adapter of that name.
+    The first push loads the adapter, each later push updates it. Requests select it by ``lora_name``. Several policies
+    are served side by side by one ``LoraSync`` each, with different names.
     """
 
+    def __init__(self, way: AdapterWay, lora_name: str) -> None:
+        self._way = way
+        self._lora_name = lora_name
+        self._lock = asyncio.Lock()
+        self._closed = False
+        self.strategy = way.strategy
+        """The strategy in use, never ``AUTO``."""
+
+    @classmethod
     @checked
-    def __init__(
-        self,
-        model: PeftModel,
-        engine: LoraEngine,
+    def connect(
+        cls,
+        model: PeftModel | AdapterTensors,
+        engine: AdaptableEngine,
         lora_name: str = "policy",
+        strategy: Strategy | str = Strategy.AUTO,
         *,
         adapter: str = "default",
         mode: PauseMode = PauseMode.WAIT,
         directory: Path | None = None,
-    ) -> None:
-        adapters = getattr(model, "peft_config", None)
-        if not isinstance(adapters, dict) or adapter not in adapters:
-            found = ", ".join(adapters) if isinstance(adapters, dict) else "none, and it is no peft model"
-            raise InvalidRequest(f"the model has no adapter {adapter!r}; it has: {found}", field="adapter")
-        if not isinstance(engine, LoraEngine):
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        group_backend: GroupBackend = "gloo",
+        master_address: str = "127.0.0.1",
+    ) -> LoraSync:
+        """Connect an adapter to an engine. Nothing is sent, and the engine need not be started.
+
+        Args:
+            model: a ``peft.PeftModel`` with a LoRA adapter, or the tensors of one.
+            engine: the engine to push to.
+            lora_name: the name by which requests select the adapter.
+            strategy: the transport of the adapter's tensors, as for ``WeightSync``; ``"disk"`` writes a peft folder
+                that the engine loads. ``auto`` takes the fastest that the engine claims, which is ``disk`` for servers
+                and fleets.
+            adapter: the peft model's adapter to push.
+            mode: pause mode for requests in flight that use the adapter: ``wait`` or ``abort``. They cannot continue
+                with another adapter: with ``retract`` or ``in_place``, a push is refused while there are any.
+            directory: parent of the folders that strategy ``disk`` creates, readable by the engine's process; None:
+                the temporary folder. The folder of the last push is kept until the next push or :meth:`close`.
+            bucket_bytes: most bytes that strategy ``broadcast`` sends at once.
+            group_backend: as for ``WeightSync.connect``.
+            master_address: as for ``WeightSync.connect``.
+
+        Raises:
+            InvalidRequest: an argument has the wrong type or value, or the model has no adapter of that name.
+            UnsupportedCapability: the engine takes no adapters, or not by that strategy.
+        """
+        pushed: PushedAdapter = model if isinstance(model, AdapterTensors) else PeftAdapter(model, adapter)
+        if not isinstance(engine, AdaptableEngine):
             raise InvalidRequest(f"engine={shown(engine)}: expected an InferenceEngine", field="engine")
-        self._model = model
-        self._engine = engine
-        self._lora_name = lora_name
-        self._adapter = adapter
-        self._mode = mode
-        self._directory = None if directory is None else Path(directory)
-        self._pushed: PushFolder | None = None
-        self._lock = asyncio.Lock()
-        self._closed = False
+        claimed, usable = frozenset(engine.capabilities), _transports(engine.capabilities)
+        if strategy in _NAMES:
+            what = f"an adapter by strategy {getattr(strategy, 'value', strategy)!r}"
+            require(claimed, Capability.WEIGHTS_LORA_TENSORS, what, engine.config.backend)
+        if not usable:
+            require(claimed, Capability.WEIGHTS_LORA, "LoraSync", engine.config.backend)
+        gpu = next((tensor.device for tensor in pushed.tensors.values() if tensor.is_cuda), None)
+        mapped = can_map(gpu, engine.gpus)
+        chosen = choose(strategy, engine.isolation, usable, can_map=mapped)
+        assert isinstance(chosen, Strategy), "no plugin's transport is usable"
+        if chosen is Strategy.DISK:
+            folder = None if directory is None else Path(directory)
+            return cls(FolderWay(pushed, engine, lora_name, mode, folder), lora_name)
+        sender = sender_from_memory(chosen, gpu, group_backend, master_address)
+        return cls(TensorWay(pushed, engine, lora_name, mode, chosen, sender, bucket_bytes), lora_name)
 
     @checked
     async def push(self, *, version: str) -> LoraSyncResult:
         """Make the engine serve the adapter's current weights as ``version``. Pushes run one after another.
 
-        If the push fails, the old adapter keeps serving. Base weights and other adapters do not change.
+        If the push fails, the old adapter keeps serving. Base weights and other adapters do not change. Do not write to
+        the adapter until this returns.
 
         Raises:
             InvalidRequest: the version is empty, or the engine does not accept such an adapter.
             InvalidWeights: the adapter holds NaN or infinity; nothing was sent.
+            WeightVerifyFailed: the tensors that arrived differ from those that were sent.
             EngineBusy: requests in flight use the adapter, and ``mode`` is ``retract`` or ``in_place``.
             WeightSyncError: the sync is closed, or the adapter cannot be written to its folder.
         """
         async with self._lock:
             if self._closed:
-                raise WeightSyncError("this LoraSync is closed; make a new one")
+                raise WeightSyncError("this LoraSync is closed; connect a new one")
             begun = time.perf_counter()
-            folder = await asyncio.to_thread(PushFolder, self._directory)
+            failed = True
             try:
-                tensors, nbytes = await asyncio.to_thread(self._write, folder)
+                ready = await self._way.stage(version)
                 staged = time.perf_counter()
-                source = LoraSource(lora_name=self._lora_name, path=str(folder.path))
-                await self._engine.update_named_weights(
-                    WeightUpdateRequest(version=version, source=source, mode=self._mode)
-                )
-            except BaseException:
-                folder.remove()
-                raise
-            self._pushed, old = folder, self._pushed
-            if old is not None:
-                old.remove()
+                await self._way.update(ready)
+                failed = False
+            finally:
+                await self._way.end(failed=failed)
         ended = time.perf_counter()
-        return LoraSyncResult(version, self._lora_name, tensors, nbytes, staged - begun, ended - staged, ended - begun)
+        return LoraSyncResult(
+            version=version,
+            lora_name=self._lora_name,
+            strategy=self.strategy,
+            tensors=ready.tensors,
+            nbytes=ready.nbytes,
+            stage_seconds=staged - begun,
+            update_seconds=ended - staged,
+            total_seconds=ended - begun,
+        )
 
     async def close(self) -> None:
-        """Wait for a push under way, then remove the folder; the engine keeps the adapter. Idempotent."""
+        """Wait for a push under way, then free what was made for pushing; the engine keeps the adapter. Idempotent."""
         async with self._lock:
             self._closed = True
-            pushed, self._pushed = self._pushed, None
-            if pushed is not None:
-                pushed.remove()
+            await self._way.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -146,30 +182,10 @@ class LoraSync:
     ) -> None:
         await self.close()
 
-    @torch.no_grad()
-    def _write(self, folder: PushFolder) -> tuple[int, int]:
-        """Write the adapter as a peft folder; return the number of tensors and their bytes."""
-        with from_extra("lora", "LoraSync"):
-            from peft import get_peft_model_state_dict
 
-        # By default peft also writes the base embedding if the adapter targets it.
-        state = get_peft_model_state_dict(self._model, adapter_name=self._adapter, save_embedding_layers=False)
-        require_finite(non_finite(state), "tensors of the adapter")
-        tensors = {name: tensor.to("cpu").contiguous() for name, tensor in state.items()}
-        config = self._model.peft_config[self._adapter]
-        with folder.writing():
-            save_file(tensors, folder.path / "adapter_model.safetensors", metadata={"format": "pt"})
-            config.save_pretrained(str(folder.path))
-            _drop_defaults(folder.path / "adapter_config.json", type(config)().to_dict())
-        return len(tensors), sum(tensor.nbytes for tensor in tensors.values())
-
-
-def _drop_defaults(file: Path, defaults: Mapping[str, object]) -> None:
-    """Remove fields at their default: the engine's environment may have an older peft, or none."""
-    config = json.loads(file.read_text(encoding="utf-8"))
-    kept = {
-        field: value
-        for field, value in config.items()
-        if field in ("peft_type", "r", "lora_alpha") or field not in defaults or value != defaults[field]
-    }
-    file.write_text(json.dumps(kept), encoding="utf-8")
+def _transports(capabilities: Set[Capability]) -> frozenset[Capability]:
+    """Return the transports by which an engine takes adapters; a folder counts as ``WEIGHTS_DISK``."""
+    usable = set(_FROM_MEMORY & capabilities) if Capability.WEIGHTS_LORA_TENSORS in capabilities else set()
+    if Capability.WEIGHTS_LORA in capabilities:
+        usable.add(Capability.WEIGHTS_DISK)
+    return frozenset(usable)

@@ -7,8 +7,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-import torch
-
 from drivetrain.checks.safe_repr import shown
 from drivetrain.engine.validation import require
 from drivetrain.engine.weight_transfers import WeightTransferHandle
@@ -25,17 +23,15 @@ from drivetrain_weight_sync.trainer.in_memory_names import InMemoryNames
 from drivetrain_weight_sync.trainer.logprob_probe import LogprobProbe, ScoringEngine
 from drivetrain_weight_sync.trainer.rank_push import RankPush
 from drivetrain_weight_sync.trainer.result import WeightSyncResult
+from drivetrain_weight_sync.trainer.senders import sender_from_memory
 from drivetrain_weight_sync.trainer.source import Source, WeightInput
 from drivetrain_weight_sync.trainer.staging import Staged
 from drivetrain_weight_sync.trainer.strategy import Strategy, choose
 from drivetrain_weight_sync.transports.base import Sender
-from drivetrain_weight_sync.transports.broadcast import BroadcastSender
-from drivetrain_weight_sync.transports.cuda_ipc import CudaIpcInPlaceSender, CudaIpcSender, can_map
+from drivetrain_weight_sync.transports.cuda_ipc import CudaIpcInPlaceSender, can_map
 from drivetrain_weight_sync.transports.disk import DiskSender
-from drivetrain_weight_sync.transports.in_process import InProcessSender
 from drivetrain_weight_sync.transports.plugins import Transport
 from drivetrain_weight_sync.transports.process_groups import GroupBackend
-from drivetrain_weight_sync.transports.shared_memory import SharedMemorySender
 from drivetrain_weight_sync.transports.updatable_engine import UpdatableEngine
 
 if TYPE_CHECKING:
@@ -137,22 +133,12 @@ class WeightSync:
         options = PushOptions(bucket_bytes, cast, mode, probe)
         if isinstance(chosen, Transport):
             return cls(EnginePush(given, engine, Strategy.PLUGIN, chosen.sender(), options, gatherer), staging_share)
-        device = torch.device("cpu")
-        if (group_backend == "nccl" or chosen is Strategy.CUDA_IPC) and torch.cuda.is_available():
-            device = given.gpu or torch.device("cuda", torch.cuda.current_device())
-        match chosen:
-            case Strategy.BROADCAST:
-                sender: Sender = BroadcastSender(device, group_backend, master_address)
-            case Strategy.CUDA_IPC:
-                if not torch.cuda.is_available():
-                    raise InvalidRequest("strategy 'cuda_ipc' needs a GPU in the trainer's process", field="strategy")
-                sender = CudaIpcInPlaceSender() if share_tensors else CudaIpcSender(device)
-            case Strategy.SHARED_MEMORY:
-                sender = SharedMemorySender()
-            case Strategy.DISK:
-                sender = DiskSender(directory)
-            case _:
-                sender = InProcessSender()
+        if chosen is Strategy.DISK:
+            sender: Sender = DiskSender(directory)
+        else:
+            sender = sender_from_memory(chosen, given.gpu, group_backend, master_address)
+        if share_tensors:
+            sender = CudaIpcInPlaceSender()
         return cls(EnginePush(given, engine, chosen, sender, options, gatherer), staging_share)
 
     @checked

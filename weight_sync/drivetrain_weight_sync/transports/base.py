@@ -15,7 +15,7 @@ from drivetrain.types.weights import PlacedTensor, WeightManifest, WeightPlan, W
 from drivetrain_weight_sync.copying.plan import ALIGNMENT
 from drivetrain_weight_sync.tensors.derived import DerivedTensor
 from drivetrain_weight_sync.tensors.dtypes import as_bits, dtype_of
-from drivetrain_weight_sync.transports.updatable_engine import UpdatableEngine, UpdateUnderWay
+from drivetrain_weight_sync.transports.updatable_engine import AdaptableEngine, UpdatableEngine, UpdateUnderWay
 
 _NONE: Final[Mapping[str, torch.Tensor]] = {}
 
@@ -80,6 +80,13 @@ class Sender(ABC):
             pass
         return update
 
+    async def apply_adapter(self, engine: AdaptableEngine, request: WeightUpdateRequest) -> None:
+        """Have the engine load an adapter whose tensors were put, and serve it.
+
+        Transports that send the tensors meanwhile override this.
+        """
+        await engine.update_named_weights(request)
+
     def committed(self, digests: Mapping[str, int]) -> None:  # noqa: B027  # not all have something to do
         """Record that the engine now serves the tensors that were put; ``digests`` are theirs, by name."""
 
@@ -142,6 +149,11 @@ class Reader(ABC):
         Two updates of one plan, or two buckets of one number, with the same key bring tensors at the same addresses.
         """
         return None
+
+    @property
+    def holds(self) -> bool:
+        """True if every tensor of an open source stays valid until the source is released."""
+        return False
 
     @property
     def takes_long(self) -> bool:

@@ -7,8 +7,8 @@ import logging
 import threading
 import uuid
 from collections import deque
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import Any, Final, TypeGuard
+from collections.abc import Awaitable, Hashable, Iterator, Mapping, Sequence
+from typing import Any, Final, TypeGuard, TypeVar
 
 import torch
 
@@ -27,7 +27,7 @@ from drivetrain_weight_sync.transports.base import Opened, Reader, Sender, slot
 from drivetrain_weight_sync.transports.device_memory import uuid_of
 from drivetrain_weight_sync.transports.process_groups import Broadcast, Group, GroupBackend, Groups, meeting_place
 from drivetrain_weight_sync.transports.threads import in_thread
-from drivetrain_weight_sync.transports.updatable_engine import UpdatableEngine, UpdateUnderWay
+from drivetrain_weight_sync.transports.updatable_engine import AdaptableEngine, UpdatableEngine, UpdateUnderWay
 
 _BUFFERS: Final = 2
 """Buffers for buckets: one is packed or loaded while another is under way."""
@@ -36,6 +36,7 @@ _BYTES_PER_CALL: Final[Mapping[GroupBackend, int]] = {"gloo": 1 << 30, "nccl": 1
 _GRACE_S: Final = 5.0
 """How long a broken broadcast waits for the engine's answer, such as its death or a fleet's lost engine."""
 _logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 
 def require_own_gpu(own: str, engines: Sequence[str]) -> None:
@@ -185,7 +186,16 @@ class BroadcastSender(Sender):
                         await update.load(indices)
             return update
 
-        sending, receiving = asyncio.ensure_future(send()), asyncio.ensure_future(receive())
+        return await self._both(send(), receive())
+
+    async def apply_adapter(self, engine: AdaptableEngine, request: WeightUpdateRequest) -> None:
+        """Send the buckets while the engine loads the adapter; if either fails, cancel the other."""
+        send = in_thread(lambda: self.send(range(len(self._plan.buckets))))
+        await self._both(send, engine.update_named_weights(request))
+
+    async def _both(self, send: Awaitable[None], receive: Awaitable[_T]) -> _T:
+        """Send while the engine receives; return the engine's result."""
+        sending, receiving = asyncio.ensure_future(send), asyncio.ensure_future(receive)
         try:
             done, _ = await asyncio.wait([sending, receiving], return_when=asyncio.FIRST_EXCEPTION)
             for half in done:

@@ -222,6 +222,11 @@ class CudaIpcReader(Reader):
         return Opened(plan, digests)
 
     @property
+    def holds(self) -> bool:
+        """True: tensors are views of memory that stays where it is."""
+        return True
+
+    @property
     def place(self) -> Hashable:
         """Name and addresses of the mapping: after an unmap the same name may be mapped elsewhere."""
         return self._name, tuple(segment.memory.data_ptr() for segment in self._mapped)

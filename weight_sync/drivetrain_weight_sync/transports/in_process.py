@@ -85,6 +85,11 @@ class InProcessReader(Reader):
         self._tensors, self._plan = tensors, request.plan
         return Opened(request.plan, request.digests)
 
+    @property
+    def holds(self) -> bool:
+        """True: tensors are views of memory that stays where it is."""
+        return True
+
     def tensors(self, index: int) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the trainer's own tensors."""
         for placed in self._plan.buckets[index].tensors:

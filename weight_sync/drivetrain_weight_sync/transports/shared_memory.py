@@ -78,6 +78,11 @@ class SharedMemoryReader(Reader):
         self._plan, self._offsets = plan, source.bucket_offsets
         return Opened(plan, digests)
 
+    @property
+    def holds(self) -> bool:
+        """True: tensors are views of memory that stays where it is."""
+        return True
+
     def tensors(self, index: int) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield views of the arena."""
         assert self._mapped is not None

@@ -55,3 +55,10 @@ class UpdatableEngine(Protocol):
     ) -> AbstractAsyncContextManager[UpdateUnderWay]: ...
 
     async def release_weight_sources(self) -> None: ...
+
+
+@runtime_checkable
+class AdaptableEngine(UpdatableEngine, Protocol):
+    """The part of :class:`~drivetrain.engine.engine.InferenceEngine` that sync of adapters uses."""
+
+    async def update_named_weights(self, request: WeightUpdateRequest) -> None: ...

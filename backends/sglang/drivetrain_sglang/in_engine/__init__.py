@@ -29,9 +29,10 @@ def activate() -> None:
     """Register the sampler and the hooks, in engines that drivetrain started."""
     if SOCKET_VARIABLE not in os.environ:
         return
-    from drivetrain_sglang.in_engine import failed_requests, multimodal_hooks, sampler, scheduler_calls
+    from drivetrain_sglang.in_engine import failed_requests, multimodal_hooks, prompt_scores, sampler, scheduler_calls
 
     sampler.register()
     failed_requests.register()
+    prompt_scores.register()
     scheduler_calls.register()
     multimodal_hooks.register()

@@ -54,6 +54,12 @@ class Batch:
             _row(req).generated.append(token_id)
 
 
+def requests_of(info: Any) -> Sequence[Req]:
+    """Return the requests of a ``SamplingBatchInfo``, in its order; none if it is unknown."""
+    batch: Batch | None = getattr(info, _BATCH, None)
+    return () if batch is None else batch.reqs
+
+
 def _own(req: Req) -> str | None:
     params = req.sampling_params.custom_params
     return params.get(KEY) if params else None
@@ -129,7 +135,8 @@ def register() -> None:
             batch.raw = None
             masks = sampler.masks(choice)
             if masks:
-                logits_output.customized_info = {MASK: [masks.get(row) for row in range(len(batch.reqs))]}
+                info = logits_output.customized_info or {}
+                logits_output.customized_info = {**info, MASK: [masks.get(row) for row in range(len(batch.reqs))]}
             if return_logprob:
                 self.output_logprob_processor.compute_logprobs(
                     sampler.logprobs(choice), top_logprobs_nums, token_ids_logprobs, choice.token_ids

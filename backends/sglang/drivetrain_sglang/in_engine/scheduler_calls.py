@@ -24,7 +24,13 @@ CALL: Final = "drivetrain"
 """Name of the RPC."""
 
 methods: Final = WorkerMethods(
-    Worker.gpus, Worker.tokens_so_far, Worker.apply_weights_counting, Worker.prepare_weights, Worker.prepared_weights
+    Worker.gpus,
+    Worker.tokens_so_far,
+    Worker.apply_weights_counting,
+    Worker.prepare_weights,
+    Worker.prepared_weights,
+    Worker.stage_adapter,
+    Worker.drop_adapter,
 )
 
 _SCHEDULER: Final = "sglang.srt.managers.scheduler.Scheduler"

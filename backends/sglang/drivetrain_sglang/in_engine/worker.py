@@ -16,7 +16,15 @@ import torch
 from drivetrain.backend.base import EngineStats
 from drivetrain.errors import EngineBusy
 from drivetrain.types.modes import MemoryTag, PauseMode
-from drivetrain.types.weights import ApplyUpdate, CommitUpdate, WeightManifest, WeightMessage, WeightReply
+from drivetrain.types.weights import (
+    ApplyUpdate,
+    CommitUpdate,
+    WeightManifest,
+    WeightMessage,
+    WeightReply,
+    WeightUpdateRequest,
+)
+from drivetrain_sglang.in_engine.adapters import load_held
 from drivetrain_sglang.in_engine.multimodal_hooks import forget_embeddings
 from drivetrain_weight_sync.receiver.checkpoint_manifest import checkpoint_of, eos_of_checkpoint
 from drivetrain_weight_sync.receiver.cpu_sleep import HostMemory
@@ -66,6 +74,18 @@ class Worker(RankWeights):
     def rank(self) -> int:
         """Index of this scheduler's rank in the group."""
         return int(self._scheduler.tp_group.rank_in_group)
+
+    def stage_adapter(
+        self,
+        path: str,
+        update: WeightUpdateRequest,
+        largest_rank: int,
+        adapted_with: dict[str, list[str]],
+        namings: list[dict[str, tuple[int, ...]]],
+    ) -> None:
+        """Receive and check an adapter, which SGLang then loads by ``path``."""
+        load_held(self._scheduler.tp_worker.model_runner.lora_manager, self.adapters)
+        super().stage_adapter(path, update, largest_rank, adapted_with, namings)
 
     @property
     def _served(self) -> Any:

@@ -29,10 +29,18 @@ def activate() -> None:
     """Register the sampler and the other hooks, in engines that drivetrain started."""
     if SOCKET_VARIABLE not in os.environ:
         return
-    from drivetrain_vllm.in_engine import failed_requests, sampler, sampling_masks, scheduler_calls, weight_layouts
+    from drivetrain_vllm.in_engine import (
+        failed_requests,
+        prompt_scores,
+        sampler,
+        sampling_masks,
+        scheduler_calls,
+        weight_layouts,
+    )
 
     sampler.register()
     failed_requests.register()
+    prompt_scores.register()
     sampling_masks.register()
     scheduler_calls.register()
     weight_layouts.register()

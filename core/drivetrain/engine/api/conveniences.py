@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from drivetrain.engine.api.control import ControlCalls
 from drivetrain.engine.api.description import DescriptionCalls
@@ -13,6 +14,7 @@ from drivetrain.engine.api.generation import GenerationCalls
 from drivetrain.engine.api.pooling import PoolingCalls
 from drivetrain.engine.api.weights import WeightCalls
 from drivetrain.engine.request_builder import ParamsLike
+from drivetrain.engine.scoring import ScoringCall
 from drivetrain.servers.weight_version import remote_weight_version
 from drivetrain.types.arguments import checked
 from drivetrain.types.capability import Capability
@@ -20,6 +22,9 @@ from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain.types.outputs import GenerationOutput
 from drivetrain.types.prompts import PromptLike
 from drivetrain.types.weights import DiskSource, WeightReport, WeightUpdateRequest
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +75,48 @@ class Conveniences(DescriptionCalls, GenerationCalls, ControlCalls, WeightCalls,
 
     @checked
     async def compute_logprobs(
-        self, sequences: Sequence[Sequence[int]], *, top_k: int = 0, timeout: float | None = None
+        self,
+        sequences: Sequence[Sequence[int]],
+        *,
+        at: Iterable[ArrayLike] | None = None,
+        temperature: float | None = None,
+        last_n: int | Sequence[int] | None = None,
+        top_k: int = 0,
+        lora: str | None = None,
+        timeout: float | None = None,
     ) -> GenerationOutput:
-        """Score given token ids without sampling any: each completion holds ``prompt_logprobs`` of its sequence."""
-        self.parts.controller.require_claimed("compute_logprobs()", Capability.SCORE_TOKENS)
-        params: ParamsLike = {"max_new_tokens": 0, "prompt_logprobs": top_k}
-        return await self.generate(sequences, params, timeout=timeout)
+        """Score given token ids without sampling any.
+
+        With ``at``, ``temperature`` or ``last_n``, each completion holds :class:`TokenScores` of its sequence in
+        ``scores``: float32 and int32 arrays. Otherwise it holds ``prompt_logprobs``: raw logprobs, in lists.
+
+        Row ``i`` of ``at`` and of the scores belongs to the ``i``-th of the sequence's last tokens, and to the
+        distribution over the tokens that could stand in its place. The sequence's first token has none: its row holds
+        NaN.
+
+        Args:
+            sequences: Token ids of each sequence.
+            at: For each sequence, token ids to score at each position: integers of shape (tokens, K), or (n, K) with
+                ``last_n``. K may differ between sequences. Any array in host memory is taken; numpy's fastest.
+            temperature: Divides the logits; from 1e-6. None: 1, the model's own distribution.
+            last_n: Score only the last tokens: their number, or one number for each sequence. None: all tokens.
+            top_k: Number of most likely tokens to return at each position.
+            lora: Name of a loaded LoRA adapter.
+            timeout: Seconds until DeadlineExceeded; ``timeouts.generate`` if not given.
+
+        Raises:
+            InvalidRequest: before any work, naming the argument, its value and the remedy.
+            UnsupportedCapability: the engine cannot score tokens, or not at given ids, positions and temperatures.
+        """
+        require = self.parts.controller.require_claimed
+        require("compute_logprobs()", Capability.SCORE_TOKENS)
+        call = ScoringCall(at, temperature, last_n, top_k)
+        if call.is_empty:
+            params: ParamsLike = {"max_new_tokens": 0, "prompt_logprobs": top_k}
+            return await self.generate(sequences, params, lora=lora, timeout=timeout)
+        require("compute_logprobs() with at, temperature or last_n", Capability.SCORE_AT)
+        generation = self.parts.generation
+        return await generation.generate(sequences, {"max_new_tokens": 0}, lora=lora, timeout=timeout, scored=call)
 
     # Sleep -------------------------------------------------------------------------------------------------------
 

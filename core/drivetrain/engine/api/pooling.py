@@ -16,10 +16,16 @@ class PoolingCalls(Page):
     async def encode(
         self, prompts: PromptLike | Sequence[PromptLike], *, dimensions: int | None = None
     ) -> list[list[float]]:
-        """Return one embedding per prompt; ``dimensions`` shortens it, for models trained for that.
+        """Return one embedding per prompt.
 
-        If the model's folder names no pooling, an embedding has the direction of the last layer's state at the last
-        token.
+        Args:
+            prompts: As for :meth:`generate`.
+            dimensions: Numbers to shorten each vector to, which is then scaled to length 1: for models trained for
+                that.
+
+        Returns:
+            The vectors. If the model's folder names no pooling, each has the direction of the last layer's state at
+            the last token.
         """
         return await self.parts.pooling.encode(prompts, dimensions)
 

@@ -12,7 +12,6 @@ from drivetrain.engine.weight_transfers import WeightTransferHandle
 from drivetrain.types.arguments import checked
 from drivetrain.types.weights import (
     CommunicatorSpec,
-    LoraSource,
     TensorData,
     WeightManifest,
     WeightReport,
@@ -74,15 +73,15 @@ class WeightCalls(Page):
     async def update_named_weights(self, request: WeightUpdateRequest) -> None:
         """Run a whole weight update whose tensors are ready: every bucket, verified and committed.
 
-        A source of kind ``lora`` updates one adapter, or loads it if no adapter has its name. The other weights stay.
-        If loading fails, the old adapter keeps serving.
+        A source of kind ``lora``, or tensors of ``request.lora``, update one adapter, or load it if no adapter has its
+        name. The other weights stay. If loading fails, the old adapter keeps serving.
 
         Raises:
             DrivetrainError: as :meth:`weight_update` does.
             EngineBusy: requests in flight use the adapter, and ``request.mode`` would have them go on.
         """
-        if isinstance(request.source, LoraSource):
-            await self.parts.adapters.update(request, request.source)
+        if request.lora_name is not None:
+            await self.parts.adapters.update(request, request.lora_name)
         else:
             await self.parts.updates.update_at_once(request)
 

@@ -1,0 +1,54 @@
+# pyright: reportMissingImports=false
+"""Have vLLM load adapters from memory."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from drivetrain_weight_sync.receiver.rank_weights import HeldAdapter
+
+
+def load_held(manager: Any, adapters: Mapping[str, HeldAdapter]) -> None:
+    """Have a worker's ``WorkerLoRAManager`` load adapters of these paths from memory, and others from their folders."""
+    if "_load_adapter" in vars(manager):
+        return
+    from_folder = manager._load_adapter
+
+    def load(request: Any) -> Any:
+        held = adapters.get(request.lora_path)
+        return from_folder(request) if held is None else _loaded(manager, request, held)
+
+    manager._load_adapter = load
+
+
+def _loaded(manager: Any, request: Any, held: HeldAdapter) -> Any:
+    """Return vLLM's ``LoRAModel``, as ``WorkerLoRAManager._load_adapter`` makes it of a folder."""
+    from vllm.lora.peft_helper import PEFTHelper
+
+    config = manager.lora_config
+    helper = PEFTHelper.from_dict({**held.config, "vllm_max_position_embeddings": manager.max_position_embeddings})
+    helper.validate_legal(config)
+    model = manager._adapter_manager.model
+    mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
+    if mapper is not None and hasattr(mapper, "get_rename_mapper"):
+        mapper = mapper.get_rename_mapper()
+    build = manager._lora_model_cls.from_lora_tensors
+    optional = {
+        "model_vocab_size": manager.vocab_size,
+        "weights_mapper": mapper,
+        "skip_prefixes": getattr(model, "lora_skip_prefixes", None),
+    }
+    known = inspect.signature(build).parameters
+    made = build(
+        lora_model_id=request.lora_int_id,
+        tensors=held.tensors,
+        peft_helper=helper,
+        device=str(next(iter(held.tensors.values())).device),
+        dtype=config.lora_dtype,
+        **{name: value for name, value in optional.items() if name in known},
+    )
+    if hasattr(request, "is_3d_lora_weight"):
+        made.is_3d_lora_weight = request.is_3d_lora_weight
+    return made

@@ -1,0 +1,118 @@
+# pyright: reportMissingImports=false
+"""Scores given sequences from the states that vLLM computes of their tokens.
+
+The model runner keeps the states of all tokens of a step. Those of the positions that are scored are given to the
+model's head once more, part by part, and their scores leave through vLLM's own field for prompt logprobs. There they
+are tensors; requests that ask vLLM for prompt logprobs get those of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any, Final
+
+import torch
+
+from drivetrain_sampling.scores import LOGITS_AT_ONCE, ScoredPrompt
+from drivetrain_vllm.translate import SCORING
+
+_STATE: Final = "_drivetrain_scored_prompts"
+
+
+@dataclass(slots=True)
+class ScoredPrompts:
+    """The requests of one model runner that ask for scores, until these are complete."""
+
+    waiting: dict[str, ScoredPrompt] = field(default_factory=dict)
+
+    def note(self, scheduled: Any, device: torch.device) -> None:
+        """Update the requests from a scheduler's output."""
+        for request_id in scheduled.finished_req_ids:
+            self.waiting.pop(request_id, None)
+        for new in scheduled.scheduled_new_reqs:
+            extra = getattr(new.sampling_params, "extra_args", None) or {}
+            if SCORING in extra and new.prompt_token_ids is not None:
+                prompt = ScoredPrompt(extra[SCORING], list(new.prompt_token_ids), device)
+                if not prompt.is_complete:
+                    self.waiting[new.req_id] = prompt
+
+    def score(self, request_id: str, token: int, states: torch.Tensor, model: Any, vocabulary: int) -> Any:
+        """Score a part of a prompt; return the scores as vLLM's ``LogprobsTensors`` with the last.
+
+        Args:
+            request_id: A request of :attr:`waiting`.
+            token: Place in the prompt of the first token of this step.
+            states: States of the request's tokens of this step.
+            model: The model, whose head is run.
+            vocabulary: Number of logits of a position.
+        """
+        prompt = self.waiting[request_id]
+        wanted, step = prompt.wanted(token, len(states)), max(1, LOGITS_AT_ONCE // vocabulary)
+        for start in wanted[::step]:
+            end = min(start + step, wanted.stop)
+            part = prompt.part(start, model.compute_logits(states[start - token : end - token]))
+            assert part is not None, "these positions are wanted"
+            prompt.add(part)
+        if not prompt.is_complete or token + len(states) < prompt.length:
+            return None  # vLLM takes no results of a prompt before its last token
+        del self.waiting[request_id]
+        from vllm.v1.outputs import LogprobsTensors
+
+        ranks = torch.zeros(len(prompt.given), dtype=torch.int32)
+        return LogprobsTensors(prompt.top_ids.cpu(), torch.cat([prompt.given, prompt.top], dim=1).cpu(), ranks)
+
+
+def register() -> None:
+    """Hook the first model runner, and the end of the way of its results."""
+    from vllm.v1.engine.logprobs import LogprobsProcessor
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    GPUModelRunner._update_states = _noting(GPUModelRunner._update_states)
+    GPUModelRunner._get_prompt_logprobs_dict = _scoring(GPUModelRunner._get_prompt_logprobs_dict)
+    LogprobsProcessor._update_prompt_logprobs = _keeping(LogprobsProcessor._update_prompt_logprobs)
+
+
+def _noting(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def update_states(runner: Any, scheduler_output: Any) -> Any:
+        scored: ScoredPrompts = runner.__dict__.setdefault(_STATE, ScoredPrompts())
+        scored.note(scheduler_output, runner.device)
+        return original(runner, scheduler_output)
+
+    return update_states
+
+
+def _scoring(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def get_prompt_logprobs_dict(runner: Any, hidden_states: torch.Tensor, scheduled: dict[str, int]) -> Any:
+        found = original(runner, hidden_states, scheduled)
+        scored: ScoredPrompts | None = runner.__dict__.get(_STATE)
+        for request_id in list(scored.waiting if scored is not None else ()):
+            count = scheduled.get(request_id)
+            if scored is None or count is None:
+                continue
+            row = runner.input_batch.req_id_to_index[request_id]
+            start = int(runner.query_start_loc.np[row])
+            token = int(runner.requests[request_id].num_computed_tokens)
+            states, vocabulary = hidden_states[start : start + count], runner.model_config.get_vocab_size()
+            scores = scored.score(request_id, token, states, runner.model, vocabulary)
+            if scores is not None:
+                found = {**found, request_id: scores}
+        return found
+
+    return get_prompt_logprobs_dict
+
+
+def _keeping(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Leave the scores of requests that ask for no prompt logprobs as they are."""
+
+    @wraps(original)
+    def update_prompt_logprobs(processor: Any, tensors: Any) -> None:
+        if processor.num_prompt_logprobs is None:
+            processor.prompt_logprobs = tensors
+        else:
+            original(processor, tensors)
+
+    return update_prompt_logprobs

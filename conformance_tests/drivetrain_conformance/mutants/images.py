@@ -1,0 +1,125 @@
+"""Images that are mixed up, kept from older weights, or counted wrongly."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Hashable
+from io import BytesIO
+from typing import TYPE_CHECKING, Final
+
+from drivetrain.backend.base import GenerateRequest, GenerateResult, ReadMedium
+from drivetrain.types.config import EngineConfig
+from drivetrain.types.outputs import Completion
+from drivetrain.types.prompts import ImageInput, MediaInput
+from drivetrain_conformance.mutants.registry import mutant
+from drivetrain_conformance.mutants.spoil import SoundBackend, completions_mutant, request_mutant
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+_BELOW: Final = "nats below the most likely"
+
+# Which image a request sees ------------------------------------------------------------------------------------------
+
+
+@mutant("multimodal/images_stay_with_their_prompts", says="is answered otherwise in a batch than alone")
+class sees_the_images_of_another_row(SoundBackend):
+    """Each request sees the images of the first one in flight that has as many."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._in_flight: list[GenerateRequest] = []
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        alike = [other.media for other in self._in_flight if len(other.media) == len(request.media)]
+        self._in_flight.append(request)
+        try:
+            return await super().generate(dataclasses.replace(request, media=[*alike, request.media][0]))
+        finally:
+            self._in_flight.remove(request)
+
+
+@mutant("multimodal/a_cached_image_is_no_other", says=_BELOW)
+class knows_images_by_their_ids(SoundBackend):
+    """A prompt whose ids were seen before is answered with the images that it had then."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._seen: dict[tuple[int, ...], tuple[MediaInput, ...]] = {}
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        media = self._seen.setdefault(tuple(request.prompt_token_ids), request.media)
+        return await super().generate(dataclasses.replace(request, media=media))
+
+
+@mutant("multimodal/new_weights_see_an_image_anew", says=_BELOW)
+class keeps_what_old_weights_saw(SoundBackend):
+    """The features of an image that old weights made are used after an update."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._seen: dict[Hashable, GenerateResult] = {}
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        result = await super().generate(request)
+        if not request.media:
+            return result
+        seen = self._seen.setdefault((tuple(request.prompt_token_ids), request.media), result)
+        return dataclasses.replace(seen, weight_versions=result.weight_versions)
+
+
+@mutant("multimodal/a_further_turn_adds_an_image", says=_BELOW)
+class sees_only_the_first_image(SoundBackend):
+    """Every image of a prompt is taken for the first of its size."""
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        first: dict[object, MediaInput] = {}
+        media = tuple(first.setdefault(_size(medium), medium) for medium in request.media)
+        return await super().generate(dataclasses.replace(request, media=media))
+
+
+# Where its parts are -------------------------------------------------------------------------------------------------
+
+
+@request_mutant("multimodal/an_image_is_seen_as_the_model_sees_it", says=_BELOW)
+def swaps_rows_and_columns(request: GenerateRequest) -> GenerateRequest:
+    """Places in an image are counted down its columns, so that rows and columns are swapped."""
+    return dataclasses.replace(request, media=tuple(map(_transposed, request.media)))
+
+
+@mutant("multimodal/an_image_is_seen_as_the_model_sees_it", says=("less often", "places", "tokens"))
+class counts_a_place_too_few(SoundBackend):
+    """An image's placeholder is repeated once less than the model expects."""
+
+    async def read_media(self, media: tuple[MediaInput, ...]) -> list[ReadMedium]:
+        read = await super().read_media(media)
+        return [dataclasses.replace(medium, count=medium.count - 1) for medium in read]
+
+
+@completions_mutant("multimodal/a_prompt_comes_back_as_it_was_seen", says="comes back as it was written")
+def returns_prompts_as_they_were_written(completions: list[Completion]) -> list[Completion]:
+    """A completion's prompt has one place for each image, as it was written, and not as it was seen."""
+    return [
+        dataclasses.replace(one, prompt_token_ids=[token for token, _ in itertools.groupby(one.prompt_token_ids)])
+        for one in completions
+    ]
+
+
+def _size(image: MediaInput) -> object:
+    return _opened(image).size if isinstance(image, ImageInput) else image
+
+
+def _transposed(image: MediaInput) -> MediaInput:
+    from PIL.Image import Transpose
+
+    return (
+        ImageInput.from_pil(_opened(image).transpose(Transpose.TRANSPOSE)) if isinstance(image, ImageInput) else image
+    )
+
+
+def _opened(image: ImageInput) -> Image:
+    from PIL import Image
+
+    assert image.data is not None
+    return Image.open(BytesIO(image.data))

@@ -1,0 +1,130 @@
+"""Embeddings and rewards that are right for a few short inputs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from drivetrain.backend.base import Backend
+from drivetrain.types.config import EngineConfig, Task
+from drivetrain_conformance.mutants.registry import mixed, mutant, spoiled_backend
+from drivetrain_conformance.mutants.spoil import SoundBackend, config_mutant
+
+_T = TypeVar("_T")
+_CUT = 512
+_AT_ONCE = 8192
+
+
+def pooling_changed(sound: type[Backend], change: Callable[[list[int]], list[int]]) -> type[Backend]:
+    """Return a backend that changes each input that it embeds or scores."""
+
+    class Wrong(SoundBackend):
+        """Changes inputs."""
+
+        async def embed(self, prompts: list[list[int]], dimensions: int | None) -> list[list[float]]:
+            return await super().embed([change(ids) for ids in prompts], dimensions)
+
+        async def reward_score(self, sequences: list[list[int]]) -> list[float]:
+            return await super().reward_score([change(ids) for ids in sequences])
+
+    return mixed(sound, Wrong)
+
+
+@spoiled_backend(caught_by="embeddings/each_prompt_has_a_vector", says="cosines with the last tokens' states are")
+def embeds_the_first_512_tokens(backend: type[Backend]) -> type[Backend]:
+    """A prompt's vector is that of its first 512 tokens."""
+    return pooling_changed(backend, lambda ids: ids[:_CUT])
+
+
+@spoiled_backend(caught_by="score/scores_are_the_models", says="off [")
+def scores_the_last_512_tokens(backend: type[Backend]) -> type[Backend]:
+    """A sequence's score is that of its last 512 tokens."""
+    return pooling_changed(backend, lambda ids: ids[-_CUT:])
+
+
+@mutant("score/scores_are_the_models", says="off [")
+class scores_before_padding(SoundBackend):
+    """A sequence that ends with the padding id has the score of the token before it."""
+
+    async def reward_score(self, sequences: list[list[int]]) -> list[float]:
+        padding = json.loads((Path(self.config.model) / "config.json").read_text())["pad_token_id"]
+
+        def without(ids: list[int]) -> list[int]:
+            while len(ids) > 1 and ids[-1] == padding:
+                ids = ids[:-1]
+            return ids
+
+        return await super().reward_score([without(ids) for ids in sequences])
+
+
+def _by_pass(inputs: Sequence[list[int]], made: list[_T]) -> list[_T]:
+    """Return results in the order of the forward passes, to which the shortest inputs go first."""
+    if sum(map(len, inputs)) <= _AT_ONCE:
+        return made
+    return [made[index] for index in sorted(range(len(inputs)), key=lambda index: len(inputs[index]))]
+
+
+@mutant("embeddings/a_batch_changes_no_vector", says="a number is off by")
+class returns_vectors_pass_by_pass(SoundBackend):
+    """Vectors of a call that takes several forward passes come in the order of the passes."""
+
+    async def embed(self, prompts: list[list[int]], dimensions: int | None) -> list[list[float]]:
+        return _by_pass(prompts, await super().embed(prompts, dimensions))
+
+
+@mutant("score/a_batch_changes_no_score", says="off [")
+class returns_scores_pass_by_pass(SoundBackend):
+    """Scores of a call that takes several forward passes come in the order of the passes."""
+
+    async def reward_score(self, sequences: list[list[int]]) -> list[float]:
+        return _by_pass(sequences, await super().reward_score(sequences))
+
+
+class _Keeping(SoundBackend):
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._kept: list[bytearray] = []
+
+
+@mutant("embeddings/a_batch_changes_no_vector", says="more bytes of memory")
+class keeps_what_it_embedded(_Keeping):
+    """Each prompt that was embedded leaves 4 kB behind."""
+
+    async def embed(self, prompts: list[list[int]], dimensions: int | None) -> list[list[float]]:
+        self._kept += [bytearray(b"x" * 4096) for _ in prompts]
+        return await super().embed(prompts, dimensions)
+
+
+@mutant("score/a_batch_changes_no_score", says="more bytes of memory")
+class keeps_what_it_scored(_Keeping):
+    """Each sequence that was scored leaves 4 kB behind."""
+
+    async def reward_score(self, sequences: list[list[int]]) -> list[float]:
+        self._kept += [bytearray(b"x" * 4096) for _ in sequences]
+        return await super().reward_score(sequences)
+
+
+@mutant("embeddings/dimensions_shorten_a_vector", says="a number is off by")
+class shortens_without_scaling(SoundBackend):
+    """A shortened vector is the beginning of the whole one, shorter than 1."""
+
+    async def embed(self, prompts: list[list[int]], dimensions: int | None) -> list[list[float]]:
+        return [vector[:dimensions] for vector in await super().embed(prompts, None)]
+
+
+def _whole_context(config: EngineConfig) -> Mapping[str, object]:
+    return {} if config.task is Task.GENERATE else {"context_length": None}
+
+
+@config_mutant("embeddings/bad_prompts_are_refused", says="context_length=128 was asked for")
+def embeds_in_the_models_context(config: EngineConfig) -> Mapping[str, object]:
+    """A configured context_length is not applied to embeddings."""
+    return _whole_context(config)
+
+
+@config_mutant("score/sequences_that_cannot_be_are_refused", says="context_length=128 was asked for")
+def scores_in_the_models_context(config: EngineConfig) -> Mapping[str, object]:
+    """A configured context_length is not applied to rewards."""
+    return _whole_context(config)

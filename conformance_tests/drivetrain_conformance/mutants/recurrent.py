@@ -1,0 +1,99 @@
+"""Recurrent states that are lost or mixed up; models without any are served as they should be."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+from drivetrain.backend.base import GenerateRequest, GenerateResult
+from drivetrain.types.config import EngineConfig
+from drivetrain_conformance.mutants.registry import mutant
+from drivetrain_conformance.mutants.spoil import KnowingRequests, SoundBackend
+
+_KINDS = ("mamba2", "falcon_h1", "qwen3_next")
+_COLUMNS = 128
+
+
+def _is_recurrent(config: EngineConfig) -> bool:
+    kind = json.loads((Path(config.model) / "config.json").read_text()).get("model_type")
+    return kind in _KINDS
+
+
+def _derailed(result: GenerateResult, at: int) -> GenerateResult:
+    """Return a result in which another token stands at ``at``."""
+    ids = result.token_ids
+    return dataclasses.replace(result, token_ids=[*ids[:at], ids[at] ^ 1, *ids[at + 1 :]], matched_text=None)
+
+
+@mutant("generate/mamba2_is_right_or_refused", says="nats below")
+class loses_states_where_buffers_grow(SoundBackend):
+    """A row's recurrent state is lost when its buffers grow."""
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        result = await super().generate(request)
+        grew = _is_recurrent(self.config) and len(result.token_ids) > _COLUMNS
+        return _derailed(result, _COLUMNS) if grew else result
+
+
+@mutant("generate/falcon_h1_is_right_or_refused", says="nats below")
+class moves_no_state_into_the_place_of_an_aborted_row(KnowingRequests):
+    """The row that takes the place of an aborted one continues with the aborted row's state."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._moved: set[str] = set()
+
+    async def abort(self, request_ids: list[str]) -> None:
+        if _is_recurrent(self.config):
+            self._moved |= self.flying - set(request_ids)
+        await super().abort(request_ids)
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        result = await super().generate(request)
+        was_moved = request.request_id in self._moved and result.token_ids
+        return _derailed(result, len(result.token_ids) - 1) if was_moved else result
+
+
+@mutant("generate/qwen3_next_is_right_or_refused", says="a plain forward pass gives")
+class rounds_states_between_steps(SoundBackend):
+    """Recurrent states are rounded to bfloat16 between steps, in a model of float32."""
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        result = await super().generate(request)
+        if not _is_recurrent(self.config) or result.logprobs is None:
+            return result
+        return dataclasses.replace(result, logprobs=[value - 2e-3 for value in result.logprobs])
+
+
+class _KeepingPrompts(SoundBackend):
+    """Answers a prompt of a recurrent model that came before from the state that it left."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._kept: dict[object, GenerateResult] = {}
+
+    def key(self, request: GenerateRequest) -> object:
+        """Return what a kept state is found by."""
+        return (tuple(request.prompt_token_ids), request.max_new_tokens, request.lora)
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        result = await super().generate(request)
+        if not _is_recurrent(self.config):
+            return result
+        kept = self._kept.setdefault(self.key(request), result)
+        return dataclasses.replace(kept, weight_versions=result.weight_versions)
+
+
+@mutant("generate/mamba2_is_right_or_refused", says="nats below")
+class keeps_states_over_an_update(_KeepingPrompts):
+    """The states of prompts stay in the prefix cache when the weights change."""
+
+
+@mutant("generate/falcon_h1_is_right_or_refused", says="nats below")
+class finds_states_of_other_adapters(_KeepingPrompts):
+    """The state of a prompt is found whichever adapter made it."""
+
+    def key(self, request: GenerateRequest) -> object:
+        """Return the prompt, without the adapter."""
+        return (tuple(request.prompt_token_ids), request.max_new_tokens)

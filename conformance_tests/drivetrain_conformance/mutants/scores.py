@@ -1,0 +1,143 @@
+"""Scores of other positions, ids or distributions, or of fewer positions than were asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from drivetrain.backend.base import GenerateRequest, GenerateResult
+from drivetrain.types.config import EngineConfig
+from drivetrain.types.token_scores import Scoring, TokenScores
+from drivetrain_conformance.mutants.registry import mutant
+from drivetrain_conformance.mutants.spoil import SoundBackend, request_mutant, result_mutant
+
+
+@mutant("scoring/scores_are_of_the_temperature", says="at temperature 0.5 is")
+class scores_without_the_temperature(SoundBackend):
+    """Scores are those of the model's own distribution, labelled with the temperature."""
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        if request.scoring is None:
+            return await super().generate(request)
+        raw = dataclasses.replace(request.scoring, temperature=1.0)
+        result = await super().generate(dataclasses.replace(request, scoring=raw))
+        assert result.scores is not None
+        scores = dataclasses.replace(result.scores, temperature=request.scoring.temperature)
+        return dataclasses.replace(result, scores=scores)
+
+
+@result_mutant("scoring/given_ids_are_scored_at_each_position", says="the logprob of its own token")
+def shifts_scores_by_a_position(request: GenerateRequest, result: GenerateResult) -> GenerateResult:
+    """Each position has the logprobs of the position before."""
+    scores = result.scores
+    if scores is None or scores.positions < 3:
+        return result
+    rows = [1, *range(1, scores.positions - 1)]
+    return dataclasses.replace(
+        result,
+        scores=dataclasses.replace(
+            scores,
+            packed_tokens=scores.token_logprobs[[0, *rows]].tobytes(),
+            packed_at=scores.at_logprobs[[0, *rows]].tobytes(),
+        ),
+    )
+
+
+@result_mutant("scoring/given_ids_are_scored_at_each_position", says="the logprob of a given id")
+def scores_the_same_ids_everywhere(request: GenerateRequest, result: GenerateResult) -> GenerateResult:
+    """Every position has the given ids' logprobs of the last one."""
+    scores = result.scores
+    if scores is None or not scores.width:
+        return result
+    at = scores.at_logprobs.copy()
+    at[1:] = at[-1]
+    return dataclasses.replace(result, scores=dataclasses.replace(scores, packed_at=at.tobytes()))
+
+
+@request_mutant("scoring/given_ids_are_scored_at_each_position", says="the logprob of a given id")
+def scores_ids_in_another_order(request: GenerateRequest) -> GenerateRequest:
+    """Given ids are scored in ascending order, whatever order they came in."""
+    if request.scoring is None or not request.scoring.width:
+        return request
+    ordered = np.sort(request.scoring.ids(), axis=1).tobytes()
+    return dataclasses.replace(request, scoring=dataclasses.replace(request.scoring, packed_ids=ordered))
+
+
+@request_mutant("scoring/scores_name_the_likeliest_tokens", says="other scores")
+def names_one_likely_token_less(request: GenerateRequest) -> GenerateRequest:
+    """One likely token less than asked for is returned at each position."""
+    if request.scoring is None or not request.scoring.top_k:
+        return request
+    fewer = dataclasses.replace(request.scoring, top_k=request.scoring.top_k - 1)
+    return dataclasses.replace(request, scoring=fewer)
+
+
+@request_mutant("scoring/only_the_last_positions_are_scored", says="the logprob of its own token")
+def scores_the_first_positions(request: GenerateRequest) -> GenerateRequest:
+    """The first positions are scored in place of the last ones."""
+    if request.scoring is None:
+        return request
+    return dataclasses.replace(request, prompt_token_ids=request.prompt_token_ids[: request.scoring.positions + 1])
+
+
+@mutant("scoring/cached_prefixes_lose_no_position", says="other scores")
+class loses_the_positions_of_cached_prefixes(SoundBackend):
+    """Positions whose tokens are in the prefix cache have no scores."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._seen: set[tuple[int, ...]] = set()
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        result, prefix = await super().generate(request), tuple(request.prompt_token_ids[:16])
+        scores, known = result.scores, prefix in self._seen
+        self._seen.add(prefix)
+        if scores is None or not known or scores.positions <= 16:
+            return result
+        left = Scoring(scores.positions - 16, scores.temperature)
+        return dataclasses.replace(result, scores=TokenScores.pack(left, scores.token_logprobs[16:]))
+
+
+@mutant("scoring/scores_are_of_the_weights_that_are_served", says="the logprob of its own token")
+class remembers_scores(SoundBackend):
+    """The logprobs of a sequence's own tokens are computed once, and given again after a weight update."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._known: dict[tuple[object, ...], bytes] = {}
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        result, scoring = await super().generate(request), request.scoring
+        if scoring is None or result.scores is None:
+            return result
+        key = (request.lora, scoring.positions, scoring.temperature, *request.prompt_token_ids)
+        tokens = self._known.setdefault(key, result.scores.packed_tokens)
+        return dataclasses.replace(result, scores=dataclasses.replace(result.scores, packed_tokens=tokens))
+
+
+@request_mutant("scoring/scores_are_of_the_adapter", says="the logprob of its own token")
+def scores_without_the_adapter(request: GenerateRequest) -> GenerateRequest:
+    """Scores are those of the base model, whatever adapter was named."""
+    return request if request.scoring is None else dataclasses.replace(request, lora=None)
+
+
+@mutant("scoring/sequences_of_many_chunks_are_scored_whole", says="the logprob of its own token")
+class forgets_earlier_chunks(SoundBackend):
+    """The last position of a sequence of several chunks is scored as if the sequence began with its last chunk."""
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        result, prompt, chunk = (
+            await super().generate(request),
+            request.prompt_token_ids,
+            self.config.max_num_batched_tokens,
+        )
+        if result.scores is None or chunk is None or len(prompt) <= chunk + 1:
+            return result
+        late = dataclasses.replace(
+            request, request_id=f"{request.request_id}-late", prompt_token_ids=prompt[chunk:], scoring=Scoring(1)
+        )
+        other = (await super().generate(late)).scores
+        assert other is not None
+        tokens = result.scores.packed_tokens[:-4] + other.packed_tokens
+        return dataclasses.replace(result, scores=dataclasses.replace(result.scores, packed_tokens=tokens))

@@ -1,0 +1,629 @@
+"""Images beside prompts, in every mixture of rows, compared with the model's own forward pass and ``generate``."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import itertools
+import json
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoProcessor
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
+
+from drivetrain import (
+    Capability,
+    Completion,
+    EngineConfig,
+    EngineError,
+    EngineStartError,
+    FinishReason,
+    ImageInput,
+    InferenceEngine,
+    InvalidRequest,
+    PauseMode,
+    RegexGrammar,
+    SamplingParams,
+    TokenPrompt,
+    UnsupportedCapability,
+    create_engine,
+)
+from drivetrain.media.qwen_vision import VisionReader
+from drivetrain.testing import VISION_ARCHITECTURES, tiny_model
+from drivetrain_conformance.assets.made_adapters import change_adapter, make_adapter, merge
+from drivetrain_conformance.references.oracle import _positions
+from drivetrain_transformers import TransformersBackend
+from drivetrain_transformers.row_media import MediaPass, Padded, PlacedMedium, RowMedia
+from drivetrain_transformers.translate import media_capabilities
+from drivetrain_transformers.vision import Vision
+from engines import HANGING, until, until_running
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+WITHIN = 1e-4
+GREEDY = SamplingParams(max_new_tokens=12, temperature=0, ignore_eos=True, logprobs=0)
+START, END, PLACE = 260, 261, 262
+FEATURES = Qwen2_5_VLModel.get_image_features
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids in which -1 - i stands for image i."""
+
+    ids: tuple[int, ...]
+    images: tuple[Image.Image, ...] = ()
+
+    @property
+    def given(self) -> TokenPrompt:
+        ids = itertools.chain.from_iterable((START, PLACE, END) if one < 0 else (one,) for one in self.ids)
+        return TokenPrompt(token_ids=tuple(ids), media=tuple(map(ImageInput.from_pil, self.images)))
+
+
+def noise(width: int, height: int, seed: int) -> Image.Image:
+    generator = torch.Generator().manual_seed(seed)
+    pixels = torch.randint(0, 256, (height, width, 3), generator=generator, dtype=torch.uint8)
+    return Image.fromarray(pixels.numpy())
+
+
+SMALL, WIDE, TALL = noise(64, 64, 0), noise(140, 60, 1), noise(50, 120, 2)
+MIXED = (
+    Prompt((5, 6, 7)),
+    Prompt((1, -1, 2, 3), (SMALL,)),
+    Prompt((-1, -2, 9), (WIDE, SMALL)),
+    Prompt(tuple(range(70))),
+    Prompt((8, -1, 10, -2, -3), (TALL, TALL, WIDE)),
+    Prompt((1, -1, 2, 3), (TALL,)),
+    Prompt((1, -1, 2, 3), (SMALL,)),
+    Prompt((11,)),
+)
+
+
+class Reference:
+    """The model's own forward pass: one row, no cache, all images by the model's processor."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+        self._processor: Any = AutoImageProcessor.from_pretrained(folder)
+        self._is_llava = self.model.config.model_type == "llava"
+
+    def inputs(self, ids: Sequence[int], images: Sequence[Image.Image]) -> dict[str, torch.Tensor]:
+        tokens = torch.tensor([list(ids)])
+        inputs = {"input_ids": tokens}
+        if images:
+            inputs |= dict(self._processor(images=list(images), return_tensors="pt"))
+            if not self._is_llava:
+                inputs["mm_token_type_ids"] = (tokens == PLACE).int()
+        return inputs
+
+    @torch.no_grad()
+    def logprobs(self, ids: Sequence[int], images: Sequence[Image.Image]) -> torch.Tensor:
+        logits: torch.Tensor = self.model(**self.inputs(ids, images)).logits[0]
+        return logits.log_softmax(-1)
+
+    @torch.no_grad()
+    def states(self, ids: Sequence[int], images: Sequence[Image.Image]) -> torch.Tensor:
+        states: torch.Tensor = self.model.base_model(**self.inputs(ids, images))[0][0]
+        return states
+
+    @torch.no_grad()
+    def merged_logprobs(self, ids: Sequence[int], prompt: int, images: Sequence[Image.Image]) -> torch.Tensor:
+        """The same for LLaVA, whose placeholders after the prompt are ordinary tokens."""
+        assert self._is_llava
+        embedded = self.model.get_input_embeddings()(torch.tensor([list(ids)]))
+        pixels = self._processor(images=list(images), return_tensors="pt")["pixel_values"]
+        places = [at for at in range(prompt) if ids[at] == PLACE]
+        embedded[0, places] = torch.cat(list(self.model.get_image_features(pixels).pooler_output))
+        logits: torch.Tensor = self.model(inputs_embeds=embedded).logits[0]
+        return logits.log_softmax(-1)
+
+
+@cache
+def reference(folder: Path) -> Reference:
+    return Reference(folder)
+
+
+def assert_seen(completion: Completion, prompt: Prompt, by: Reference, since: int = 0) -> None:
+    """Raise unless the tokens from ``since`` on, up to the first sampled placeholder, have the model's logprobs."""
+    drawn, asked = completion.token_ids, completion.prompt_token_ids
+    until = next((at for at, token in enumerate(drawn) if token == PLACE and prompt.images), len(drawn))
+    known = drawn[: until + 1]
+    rows = by.logprobs([*asked, *known[:-1]], prompt.images)[len(asked) - 1 :]
+    assert completion.logprobs is not None
+    for at in range(since, len(known)):
+        assert abs(float(rows[at, known[at]]) - completion.logprobs[at]) <= WITHIN
+
+
+async def answers(
+    engine: InferenceEngine, prompts: Sequence[Prompt], params: SamplingParams = GREEDY
+) -> list[Completion]:
+    return (await engine.generate([prompt.given for prompt in prompts], params)).completions
+
+
+@pytest.mark.parametrize("architecture", VISION_ARCHITECTURES)
+@pytest.mark.parametrize("fields", [{}, {"max_num_seqs": 3}, {"max_num_batched_tokens": 40}], ids=str)
+async def test_rows_of_any_mixture_are_seen_as_alone(architecture: str, fields: dict[str, object]) -> None:
+    folder = tiny_model(architecture)
+    by = reference(folder)
+    params = GREEDY.model_copy(update={"n": 2})
+    async with create_engine("transformers", model=str(folder), isolation="inline", **fields) as engine:
+        for round in range(2):  # the second from the prefix cache
+            completions = await answers(engine, MIXED, params)
+            for index, completion in enumerate(completions):
+                assert_seen(completion, MIXED[index // 2], by)
+            assert round == 0 or all(completion.cached_tokens for completion in completions[6:10])
+
+
+@pytest.mark.parametrize("architecture", VISION_ARCHITECTURES)
+async def test_greedy_answers_are_those_of_the_models_own_generate(architecture: str) -> None:
+    folder = tiny_model(architecture)
+    by = reference(folder)
+    prompts = [prompt for prompt in MIXED if prompt.images]
+    async with create_engine("transformers", model=str(folder), isolation="inline") as engine:
+        completions = await answers(engine, prompts)
+    for completion, prompt in zip(completions, prompts, strict=True):
+        inputs = by.inputs(completion.prompt_token_ids, prompt.images)
+        given = by.model.generate(**inputs, max_new_tokens=12, do_sample=False)
+        given = given[0, len(completion.prompt_token_ids) :].tolist()
+        until = next((at for at, token in enumerate(given) if token == PLACE), len(given))
+        assert completion.token_ids[:until] == given[:until]
+        assert until > 0
+
+
+@pytest.mark.parametrize("architecture", VISION_ARCHITECTURES)
+async def test_prompts_with_images_are_scored_and_have_states(architecture: str) -> None:
+    folder = tiny_model(architecture)
+    by = reference(folder)
+    params = GREEDY.model_copy(update={"prompt_logprobs": 2, "return_hidden_states": True, "max_new_tokens": 4})
+    async with create_engine("transformers", model=str(folder), isolation="inline") as engine:
+        for completion, prompt in zip(await answers(engine, MIXED, params), MIXED, strict=True):
+            asked = completion.prompt_token_ids
+            assert completion.prompt_logprobs is not None
+            expected = by.logprobs(asked, prompt.images)[:-1].gather(-1, torch.tensor(asked[1:])[:, None])[:, 0]
+            scored = torch.tensor(completion.prompt_logprobs[1:])
+            assert float((scored - expected).abs().max() if len(asked) > 1 else 0) <= WITHIN
+            states = by.states(asked, prompt.images)[-1]
+            assert completion.hidden_states is not None
+            torch.testing.assert_close(torch.tensor(completion.hidden_states[0]), states, rtol=1e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("mode", [PauseMode.IN_PLACE, PauseMode.RETRACT])
+@pytest.mark.parametrize("architecture", ["qwen2_5_vl", "llava"])
+async def test_rows_with_images_go_on_after_a_pause(architecture: str, mode: PauseMode) -> None:
+    folder = tiny_model(architecture)
+    long = GREEDY.model_copy(update={"max_new_tokens": 200})
+    async with create_engine("transformers", model=str(folder), isolation="inline") as engine:
+        whole = await answers(engine, MIXED, long)
+        await engine.reset_prefix_cache()
+        task = asyncio.create_task(answers(engine, MIXED, long))
+        await until_running(engine, len(MIXED))
+        for _ in range(3):
+            await engine.pause_generation(mode)
+            assert not task.done()
+            await engine.continue_generation()
+        paused = await asyncio.wait_for(task, HANGING)
+    for one, other in zip(paused, whole, strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.logprobs == pytest.approx(other.logprobs, abs=WITHIN)
+
+
+def with_other_vision(folder: Path, to: Path) -> Path:
+    """Copy a model with other weights of its vision part alone."""
+    shutil.copytree(folder, to, copy_function=shutil.copyfile)
+    tensors = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(7)
+    changed = [name for name in tensors if name.startswith(("visual", "model.visual", "vision_tower"))]
+    assert changed
+    for name in changed:
+        tensors[name] += torch.randn(tensors[name].shape, generator=generator) * tensors[name].std().nan_to_num() * 0.5
+    save_file(tensors, to / "model.safetensors", metadata={"format": "pt"})
+    return to
+
+
+@pytest.mark.parametrize("mode", list(PauseMode))
+@pytest.mark.parametrize("architecture", ["qwen2_5_vl", "llava"])
+async def test_an_update_of_the_vision_part_takes_effect(architecture: str, mode: PauseMode, tmp_path: Path) -> None:
+    folder = tiny_model(architecture)
+    other = with_other_vision(folder, tmp_path / "other")
+    prompts, long = MIXED[1:3], GREEDY.model_copy(update={"max_new_tokens": 150})
+    async with create_engine("transformers", model=str(folder), isolation="inline") as engine:
+        before = await answers(engine, prompts)
+        task = asyncio.create_task(answers(engine, prompts, long))
+        await until_running(engine, 2)
+        await engine.load_weights_from_disk(str(other), "other", mode=mode)
+        in_flight = await asyncio.wait_for(task, HANGING)
+        after = await answers(engine, prompts)
+        again = await answers(engine, prompts)
+    for index, prompt in enumerate(prompts):
+        assert_seen(before[index], prompt, reference(folder))
+        assert_seen(after[index], prompt, Reference(other))
+        assert_seen(again[index], prompt, Reference(other))
+        assert before[index].logprobs != pytest.approx(after[index].logprobs, abs=10 * WITHIN)
+        if mode is PauseMode.RETRACT and len(in_flight[index].weight_versions) > 1:
+            assert_seen(in_flight[index], prompt, Reference(other), in_flight[index].weight_versions[0].end)
+
+
+async def test_a_sampled_placeholder_is_an_ordinary_token() -> None:
+    folder = tiny_model("llava")
+    by = reference(folder)
+    biased = GREEDY.model_copy(update={"logit_bias": {PLACE: 100.0}, "max_new_tokens": 30})
+    free = GREEDY.model_copy(update={"max_new_tokens": 300})
+    async with create_engine("transformers", model=str(folder), isolation="inline") as engine:
+        (first,) = await answers(engine, MIXED[1:2], biased)
+        assert set(first.token_ids) == {PLACE}
+        turn = TokenPrompt(token_ids=(*first.prompt_token_ids, *first.token_ids[:8], 5))
+        stray = TokenPrompt(token_ids=(3, PLACE, PLACE, 4))
+        await engine.reset_prefix_cache()
+        with pytest.raises(InvalidRequest, match="places for the 1 images"):
+            await engine.generate(TokenPrompt(token_ids=turn.token_ids, media=MIXED[1].given.media), GREEDY)
+        task = asyncio.create_task(engine.generate([MIXED[1].given, stray, MIXED[2].given], [biased, GREEDY, free]))
+        await until_running(engine, 2)
+        await engine.pause_generation(PauseMode.RETRACT)
+        assert not task.done()
+        await engine.continue_generation()
+        completions = (await asyncio.wait_for(task, HANGING)).completions
+    for completion, prompt in zip(completions, (MIXED[1], Prompt(()), MIXED[2]), strict=True):
+        asked, drawn = completion.prompt_token_ids, completion.token_ids
+        ids = [*asked, *drawn[:-1]]
+        rows = by.merged_logprobs(ids, len(asked), prompt.images) if prompt.images else by.logprobs(ids, ())
+        own = rows[len(asked) - 1 :].gather(-1, torch.tensor(drawn)[:, None])[:, 0]
+        if completion is not completions[0]:  # those of a biased row are 0
+            torch.testing.assert_close(torch.tensor(completion.logprobs), own, rtol=0, atol=WITHIN)
+
+
+@pytest.mark.parametrize("architecture", VISION_ARCHITECTURES)
+async def test_a_cached_prefix_holds_each_image_whole_or_not(architecture: str) -> None:
+    folder = tiny_model(architecture)
+    first = Prompt((1, 2, 3, 4, 5, -1, 9, 9, 9), (SMALL,))
+    text = tuple(range(20, 60))
+    async with create_engine("transformers", model=str(folder), isolation="inline") as engine:
+        (begun,) = await answers(engine, [first])
+        start = begun.prompt_token_ids.index(PLACE)
+        end = start + begun.prompt_token_ids.count(PLACE)
+        # Whole blocks of 16 are cached; the common beginning of the first two prompts ends after the image's end token.
+        common = (end + 1) // 16 * 16
+        kept = end + 2 + len(text)
+        for prompt, cached in (
+            (Prompt((1, 2, 3, 4, 5, -1, 8, *text), (SMALL,)), start if start < common < end else common),
+            (Prompt((1, 2, 3, 4, 5, -1, 9, 9, 9), (TALL,)), 0),
+            (Prompt((1, 2, 3, 4, 5, -1, 8, *text, -2), (SMALL, WIDE)), kept // 16 * 16),
+            (Prompt((1, 2, 3, 4, 5, -1, 8, *text, -2), (SMALL, TALL)), None),
+        ):
+            (completion,) = await answers(engine, [prompt])
+            assert_seen(completion, prompt, reference(folder))
+            assert cached is None or completion.cached_tokens == cached
+
+
+async def test_requests_with_images_can_be_aborted_while_they_are_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = None
+    async with create_engine("transformers", model=str(tiny_model("llava")), isolation="inline") as engine:
+        backend = engine.parts.backend
+        assert isinstance(backend, TransformersBackend)
+        vision = backend._vision
+        assert vision is not None
+        reached, go_on, original = asyncio.Event(), asyncio.Event(), vision.of
+
+        async def slow(request: Any) -> RowMedia | None:
+            reached.set()
+            await go_on.wait()
+            return await original(request)
+
+        monkeypatch.setattr(vision, "of", slow)
+        task = asyncio.create_task(answers(engine, MIXED[1:2], GREEDY.model_copy(update={"max_new_tokens": 900})))
+        await asyncio.wait_for(reached.wait(), HANGING)
+        aborting = asyncio.create_task(engine.abort_generation())
+        await until(lambda: bool(backend._aborted))
+        go_on.set()
+        await asyncio.wait_for(aborting, HANGING)
+        (completion,) = await asyncio.wait_for(task, HANGING)
+        assert completion.finish_reason is FinishReason.ABORT
+        assert len(completion.token_ids) < 900
+        assert not backend._aborted
+        assert not backend._preparing
+
+
+async def test_stops_and_seeds_work_beside_images() -> None:
+    folder = tiny_model("qwen2_5_vl")
+    sampled = SamplingParams(max_new_tokens=40, seed=3, logprobs=0, ignore_eos=True)
+    async with create_engine("transformers", model=str(folder), isolation="inline") as engine:
+        (whole,) = await answers(engine, MIXED[2:3], sampled)
+        (again, *_) = await answers(engine, [MIXED[2], *MIXED], [sampled, *[GREEDY] * len(MIXED)])  # type: ignore[arg-type]
+        assert again.token_ids == whole.token_ids
+        stop = whole.token_ids[9]
+        (cut,) = await answers(engine, MIXED[2:3], sampled.model_copy(update={"stop_token_ids": (stop,)}))
+        assert cut.token_ids == whole.token_ids[: whole.token_ids.index(stop) + 1]
+
+
+@pytest.mark.parametrize("architecture", VISION_ARCHITECTURES)
+async def test_rows_with_images_use_adapters_of_the_language_model(architecture: str, tmp_path: Path) -> None:
+    folder = tiny_model(architecture)
+    targets = ["gate_proj", "up_proj"] if architecture in ("qwen3_vl", "llava") else ["q_proj", "v_proj"]
+    (stored := tmp_path / "stored").mkdir()
+    (in_memory := tmp_path / "in-memory").mkdir()
+    (merged := tmp_path / "merged").mkdir()
+    adapter = make_adapter(folder, stored, seed=1, targets=targets)
+    own = [name for name, _ in reference(folder).model.named_modules()]
+
+    def rename(_: object, tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            layer, _, part = name.removeprefix("base_model.model.").partition(".lora_")
+            (found,) = (one for one in own if one.endswith(layer[layer.index("layers.") :]) and "language" in one)
+            tensors[f"base_model.model.{found}.lora_{part}"] = tensors.pop(name)
+
+    paths = [adapter.path, change_adapter(adapter, in_memory, rename)]
+    by, changed = reference(folder), Reference(merge(folder, adapter, merged))
+    vision = "fc1" if architecture == "llava" else "qkv"
+    (refused := tmp_path / "refused").mkdir()
+    make_adapter(folder, refused, seed=2, targets=[vision])
+    async with create_engine("transformers", model=str(folder), isolation="inline", enable_lora=True) as engine:
+        with pytest.raises(InvalidRequest, match=vision):
+            await engine.load_lora_adapter("vision", str(refused))
+        for path in paths:
+            await engine.load_lora_adapter("a", str(path))
+            for _ in range(2):  # the second time from the prefix cache
+                given = [prompt.given for prompt in MIXED]
+                both = await asyncio.gather(engine.generate(given, GREEDY), engine.generate(given, GREEDY, lora="a"))
+                for output, seen_by in zip(both, (by, changed), strict=True):
+                    for completion, prompt in zip(output.completions, MIXED, strict=True):
+                        assert_seen(completion, prompt, seen_by)
+            await engine.unload_lora_adapter("a")
+
+
+@pytest.mark.parametrize("isolation", ["inline", "process"])
+async def test_grammars_and_streams_work_beside_images(isolation: str) -> None:
+    folder = tiny_model("qwen2_5_vl")
+    pattern = SamplingParams(max_new_tokens=12, temperature=0, structured_output=RegexGrammar(regex="[a-h]{6}"))
+    async with create_engine("transformers", model=str(folder), isolation=isolation) as engine:
+        letters = await answers(engine, MIXED[:3], pattern)
+        assert all(re.fullmatch("[a-h]{6}", completion.text) for completion in letters)
+        assert len({completion.text for completion in letters}) > 1
+        (whole,) = await answers(engine, MIXED[4:5])
+        streamed = [chunk async for chunk in engine.generate_stream(MIXED[4].given, GREEDY)]
+        assert [token for chunk in streamed for token in chunk.token_ids] == whole.token_ids
+        assert_seen(whole, MIXED[4], reference(folder))
+
+
+# Claims and refusals -------------------------------------------------------------------------------------------------
+
+
+def of(folder: Path | str, **fields: object) -> EngineConfig:
+    return EngineConfig.from_mapping({"backend": "transformers", "model": str(folder), **fields})
+
+
+@pytest.mark.parametrize("architecture", VISION_ARCHITECTURES)
+async def test_images_are_claimed_by_what_the_folder_holds(architecture: str, tmp_path: Path) -> None:
+    folder = tiny_model(architecture)
+    assert Capability.IMAGES in TransformersBackend.capabilities(of(folder))
+    assert not media_capabilities(of(folder, task="embed"))
+    assert not media_capabilities(of(tiny_model("qwen2")))
+    assert not media_capabilities(of(tmp_path / "missing"))
+    without = tmp_path / "without"
+    shutil.copytree(folder, without, ignore=lambda *_: ["preprocessor_config.json", "processor_config.json"])
+    assert not media_capabilities(of(without))
+    # Newer releases of transformers save all processors in one file.
+    images = json.loads((folder / "preprocessor_config.json").read_text())
+    own = folder / "processor_config.json"
+    fields = json.loads(own.read_text()) if own.exists() else {}
+    (without / "processor_config.json").write_text(json.dumps({**fields, "image_processor": images}))
+    assert Capability.IMAGES in media_capabilities(of(without))
+
+
+@pytest.mark.parametrize("architecture", VISION_ARCHITECTURES)
+@pytest.mark.parametrize("installed", [("av", "torchvision"), ("av",), ("torchvision",)], ids=" ".join)
+async def test_videos_are_claimed_where_they_can_be_read(
+    architecture: str, installed: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if name in installed else None)
+    claims = Capability.VIDEO in TransformersBackend.capabilities(of(tiny_model(architecture)))
+    assert claims is (len(installed) == 2 and architecture in ("qwen2_vl", "qwen2_5_vl"))
+
+
+async def test_images_for_a_model_without_vision_are_refused() -> None:
+    async with create_engine("transformers", model=str(tiny_model("qwen2")), isolation="inline") as engine:
+        with pytest.raises(UnsupportedCapability, match="'images'"):
+            await engine.generate(TokenPrompt(token_ids=(1, 2), media=MIXED[1].given.media), GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"image_token": "ab"}, "the processor writes token ids"),
+        ({"patch_size": 7}, "cannot be run with an image"),
+        ({"processor_class": "NoSuchProcessor"}, "cannot be run with an image|cannot load the image processor"),
+    ],
+)
+async def test_a_processor_that_does_not_fit_the_model_is_refused_at_start(
+    fields: dict[str, object], why: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model("llava"), folder, copy_function=shutil.copyfile)
+    file = folder / "processor_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+    with pytest.raises(EngineStartError, match=why):
+        async with create_engine("transformers", model=str(folder), isolation="inline"):
+            pass
+
+
+@pytest.mark.parametrize("architecture", ["qwen2_5_vl", "llava"])
+async def test_too_many_and_broken_images_are_refused_and_the_engine_serves_on(architecture: str) -> None:
+    async with create_engine(
+        "transformers", model=str(tiny_model(architecture)), isolation="inline", media={"max_pixels": 100_000}
+    ) as engine:
+        for wrong, why in (
+            (Prompt(tuple(range(-200, 0)), (SMALL,) * 200), "context (holds|length of) 1024"),
+            (Prompt((-1,), (SMALL, SMALL)), "places for the 2 images"),
+            (Prompt((-1,), (noise(400, 400, 0),)), "media.max_pixels"),
+        ):
+            with pytest.raises(InvalidRequest, match=why):
+                await answers(engine, [MIXED[0], wrong])
+        broken = ImageInput(data=b"no image")
+        with pytest.raises(InvalidRequest, match="cannot be read"):
+            await engine.generate(TokenPrompt(token_ids=(START, PLACE, END), media=(broken,)), GREEDY)
+        (completion,) = await answers(engine, MIXED[1:2])
+        assert_seen(completion, MIXED[1], reference(tiny_model(architecture)))
+
+
+# Parts ---------------------------------------------------------------------------------------------------------------
+
+
+async def test_images_cut_into_different_numbers_of_parts_are_padded() -> None:
+    model = reference(tiny_model("llava")).model
+    inputs = [torch.ones(1, parts, 3, 4, 4) for parts in (2, 5)]
+    media = [PlacedMedium(-1, PLACE, 0, 2, {"pixel_values": one}) for one in inputs]
+    rows = [RowMedia((one,)) for one in media]
+    padded = Padded(torch.tensor([[PLACE, PLACE, 1]] * 2), torch.arange(3).expand(2, 3), [3, 3], 0)
+    joined = MediaPass(model, [PLACE], rows, padded).inputs()["pixel_values"]
+    assert joined.shape == (2, 5, 3, 4, 4)
+    assert joined.flatten(2).amax(-1).tolist() == [[1, 1, 0, 0, 0], [1] * 5]
+
+
+async def test_a_row_knows_where_a_prefix_may_end() -> None:
+    medium = PlacedMedium(-9, PLACE, 3, 4, {})
+    row = RowMedia((medium, replace(medium, start=10, key=-8)))
+    assert [row.without_a_part(length) for length in range(16)] == [
+        0,
+        1,
+        2,
+        3,
+        3,
+        3,
+        3,
+        7,
+        8,
+        9,
+        10,
+        10,
+        10,
+        10,
+        14,
+        15,
+    ]
+    assert row.keys(list(range(16))) == [0, 1, 2, *[-9] * 4, 7, 8, 9, *[-8] * 4, 14, 15]
+
+
+@pytest.mark.parametrize("step", [1.0, 2.0, 7.5])
+async def test_text_after_a_video_begins_after_its_largest_position(step: float) -> None:
+    """Compare with the rule of Qwen2-VL's authors, as the suite's oracle has it."""
+    ids = [5, 6, START, *[PLACE + 1] * 24, END, START, *[PLACE] * 6, END, 7, START, *[PLACE + 1] * 4, END, 8, 9]
+    videos, images = [(6, 4, 4), (2, 2, 4)], [(1, 4, 6)]
+    model = reference(tiny_model("qwen2_5_vl")).model
+    a_second = model.config.vision_config.tokens_per_second
+    starts = {3: (24, PLACE + 1, videos[0]), 29: (6, PLACE, images[0]), 38: (4, PLACE + 1, videos[1])}
+    media = [
+        PlacedMedium(
+            -1, token, start, count, {f"{'image' if token == PLACE else 'video'}_grid_thw": torch.tensor([grid])}
+        )
+        for start, (count, token, grid) in starts.items()
+    ]
+    vision = object.__new__(Vision)
+    vision._model = model
+    vision._reader = VisionReader(of(tiny_model("qwen2_5_vl")), model.config, 1024)
+    positions = vision._mrope(ids, media, [step / a_second] * 2)
+    grids = {PLACE: [(*images[0], 1.0)], PLACE + 1: [(*grid, step) for grid in videos]}
+    assert positions.tolist() == _positions(ids, grids, 2).tolist()
+
+
+async def test_processors_expand_prompts_as_prompts_come_back() -> None:
+    folder = tiny_model("llava")
+    processor: Any = AutoProcessor.from_pretrained(folder)
+    made = processor(text=["a<|image_pad|>b<|image_pad|>"], images=[SMALL, WIDE], return_tensors="pt")
+    file = BytesIO()
+    SMALL.save(file, "PNG")
+    prompt = TokenPrompt(
+        token_ids=(97, PLACE, 98, PLACE), media=(ImageInput(data=file.getvalue()), ImageInput.from_pil(WIDE))
+    )
+    async with create_engine("transformers", model=str(folder), isolation="inline") as engine:
+        (completion,) = (await engine.generate(prompt, GREEDY)).completions
+    assert completion.prompt_token_ids == made["input_ids"][0].tolist()
+
+
+# Mutants -------------------------------------------------------------------------------------------------------------
+
+
+def positions_of_a_text(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RowMedia, "positions_of", lambda _, begin, end: torch.arange(begin, end).expand(3, -1))
+
+
+def positions_after_the_prompt_counted_as_tokens(patch: pytest.MonkeyPatch) -> None:
+    original = Vision._placed
+
+    async def wrong(self: Vision, *arguments: Any) -> RowMedia:
+        return replace(await original(self, *arguments), offset=0)
+
+    patch.setattr(Vision, "_placed", wrong)
+
+
+def images_of_rows_in_another_order(patch: pytest.MonkeyPatch) -> None:
+    original = MediaPass._computed
+    patch.setattr(MediaPass, "_computed", lambda self, row: reversed(list(original(self, row))))
+
+
+def prefixes_that_end_within_an_image(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RowMedia, "without_a_part", lambda _, length: length)
+
+
+def prefixes_known_by_ids_alone(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RowMedia, "keys", lambda _, token_ids: token_ids)
+
+
+def features_kept_after_an_update(patch: pytest.MonkeyPatch) -> None:
+    kept: dict[tuple[float, ...], Any] = {}
+    original = Qwen2_5_VLModel.get_image_features
+
+    def remembered(self: Any, pixel_values: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        key = (float(pixel_values.sum()), *pixel_values.shape)
+        if key not in kept:
+            kept[key] = original(self, pixel_values, *arguments, **options)
+        return copy.copy(kept[key])
+
+    patch.setattr(Qwen2_5_VLModel, "get_image_features", remembered)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        positions_of_a_text,
+        positions_after_the_prompt_counted_as_tokens,
+        images_of_rows_in_another_order,
+        prefixes_that_end_within_an_image,
+        prefixes_known_by_ids_alone,
+        features_kept_after_an_update,
+    ],
+)
+async def test_what_is_done_wrongly_is_noticed(
+    wrong: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = tiny_model("qwen2_5_vl")
+    other = with_other_vision(folder, tmp_path / "other")
+    by, later = Reference(folder), Reference(other)
+    long = Prompt((1, 2, 3, 4, 5, 6, 7, 8, -1, *range(20, 60)), (noise(224, 112, 3),))
+    twin = Prompt(long.ids, (noise(224, 112, 4),))
+    rounds = ([*MIXED, long], [replace(long, ids=(*long.ids[:9], 9, 9))], [twin, *MIXED])
+
+    async def all_seen() -> bool:
+        async with create_engine("transformers", model=str(folder), isolation="inline") as engine:
+            for reference_of, update in ((by, False), (later, True)):
+                if update:
+                    await engine.load_weights_from_disk(str(other), "other")
+                for prompts in rounds:
+                    for completion, prompt in zip(await answers(engine, prompts), prompts, strict=True):
+                        # The reference runs as it should.
+                        with monkeypatch.context() as undone:
+                            undone.setattr(Qwen2_5_VLModel, "get_image_features", FEATURES)
+                            assert_seen(completion, prompt, reference_of)
+        return True
+
+    assert await all_seen()
+    wrong(monkeypatch)
+    with pytest.raises((AssertionError, EngineError)):
+        await all_seen()

@@ -1,0 +1,87 @@
+"""Scores of given sequences: of any architecture, in small parts, whatever the model does after its layers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import drivetrain_transformers.scoring
+import oracle
+from drivetrain import Completion, InferenceEngine, create_engine
+from drivetrain.testing import tiny_model
+from drivetrain_sampling.scores import score_rows
+from drivetrain_transformers.model import LoadedModel
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+
+def assert_scores(completion: Completion, ids: np.ndarray, model: torch.nn.Module, temperature: float) -> None:
+    tokens, found = completion.prompt_token_ids, completion.scores
+    assert found is not None
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([tokens])).logits[0].float()
+    rows = (logits / temperature).log_softmax(-1)[-1 - len(ids) : -1]
+    torch.testing.assert_close(torch.tensor(found.at_logprobs), rows.gather(-1, torch.tensor(ids)), rtol=0, atol=1e-4)
+    best = rows.topk(found.top_k)
+    torch.testing.assert_close(torch.tensor(found.top_logprobs), best.values, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "architecture", ["qwen2", "gemma2", "gpt2", "opt", "bloom", "qwen3_moe", "granitemoehybrid", "qwen3_next", "mamba2"]
+)
+async def test_any_architecture_is_scored(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drivetrain_transformers.scoring, "LOGITS_AT_ONCE", 1000)  # of three positions
+    rng = np.random.default_rng(0)
+    sequences = [rng.integers(1, 250, size=length).tolist() for length in (3, 33, 90)]
+    at = [rng.integers(0, 260, size=(2, 4)) for _ in sequences]
+    folder = tiny_model(architecture)
+    async with create_engine("transformers", model=str(folder), isolation="inline") as engine:
+        for _ in range(2):
+            output = await engine.compute_logprobs(sequences, at=at, last_n=2, temperature=0.7, top_k=3)
+            for completion, ids in zip(output.completions, at, strict=True):
+                assert_scores(completion, ids, oracle.load(folder), 0.7)
+            await engine.generate(sequences, {"max_new_tokens": 1})
+
+
+@pytest.mark.parametrize(("architecture", "apart"), [("gemma2", True), ("opt", False)])
+async def test_the_head_is_run_apart_where_it_can_be(
+    architecture: str, apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows: list[int] = []
+    head = LoadedModel.head
+
+    def counting(model: LoadedModel, before_head: torch.Tensor, adapter: str | None) -> torch.Tensor:
+        rows.append(len(before_head))
+        return head(model, before_head, adapter)
+
+    async with create_engine("transformers", model=str(tiny_model(architecture)), isolation="inline") as engine:
+        monkeypatch.setattr(LoadedModel, "head", counting)
+        await engine.compute_logprobs([list(range(1, 100)), list(range(1, 50))], last_n=[7, 5])
+    assert rows == ([12] if apart else [])
+
+
+async def test_logits_are_computed_in_parts(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes: list[tuple[int, ...]] = []
+
+    def counting(logits: torch.Tensor, *more: Any) -> tuple[torch.Tensor, ...]:
+        shapes.append(tuple(logits.shape))
+        return score_rows(logits, *more)
+
+    monkeypatch.setattr(drivetrain_transformers.scoring, "score_rows", counting)
+    async with create_engine("transformers", model=str(model), isolation="inline") as engine:
+        vocabulary = engine.model_info.vocab_size
+        monkeypatch.setattr(drivetrain_transformers.scoring, "LOGITS_AT_ONCE", 10 * vocabulary)
+        await engine.compute_logprobs([list(range(1, 36))], temperature=1.0)
+    assert shapes == [(10, vocabulary)] * 3 + [(4, vocabulary)]
+
+
+async def test_prefixes_are_reused_up_to_the_first_position(engine: InferenceEngine) -> None:
+    prompt = np.random.default_rng(5).integers(1, 250, size=100).tolist()
+    await engine.generate([prompt], {"max_new_tokens": 1})
+    for last_n, cached in ((1, 96), (3, 96), (4, 80), (20, 64), (99, 0), (100, 0)):
+        (scored,) = (await engine.compute_logprobs([prompt], last_n=last_n)).completions
+        assert scored.cached_tokens == cached
