@@ -178,6 +178,7 @@ def serve_forks(fd: int, preload: Callable[[], None], main: Callable[[list[str]]
                     continue
                 message, fds, _, _ = socket.recv_fds(connection, _MESSAGE, 16)
                 if not message:
+                    gc.unfreeze()  # libraries report what is never collected as leaks
                     return 0
                 stdout, ended, *given = fds
                 pid = os.fork()
