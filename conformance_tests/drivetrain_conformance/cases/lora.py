@@ -856,8 +856,9 @@ async def an_adapter_refused_as_tensors_leaves_the_old_one(bench: Bench) -> None
         for what, adapter in wrong.items():
             await refuse("a", adapter, InvalidRequest, what)
         await _check_digests(bench, given)
-        async with _loaded(bench, b=made, c=made):
-            await refuse("d", given, TooManyAdapters, "more than max_loras")
+        others = {f"other-{number}": made for number in range(1, _CONFIG["max_loras"])}
+        async with _loaded(bench, **others):
+            await refuse("another", given, TooManyAdapters, "more than max_loras")
         now = engine.get_weight_version()
         assert now == version, f"a refused push changed the version from {version} to {now}"
         _assert_made_by(bench, await _answers(bench, prompts, "a"), made)
