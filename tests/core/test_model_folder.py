@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
+from drivetrain import create_engine
 from drivetrain.backend.toolkit.model_folder import (
     check_model_folder,
     config_levels,
     experts_of,
     require_dense_for_adapters,
+    require_files,
 )
 from drivetrain.errors import InvalidConfig
 from drivetrain.types.config import EngineConfig
@@ -50,6 +53,23 @@ def test_a_file_that_cannot_be_read_is_left_to_the_start(tmp_path: Path) -> None
     (tmp_path / "config.json").write_bytes(b"{")
     assert config_levels(str(tmp_path)) == []
     assert config_levels("organisation/name") == []
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_a_folder_with_a_fifo_is_refused_unread(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(InvalidConfig, match=f"{name} is neither a file nor a folder"):
+        create_engine("transformers", model=str(tmp_path))
+
+
+def test_links_and_folders_in_a_model_folder_are_ordinary(tmp_path: Path) -> None:
+    (tmp_path / "blob").write_bytes(b"{}")
+    (tmp_path / "config.json").symlink_to(tmp_path / "blob")
+    (tmp_path / "gone.json").symlink_to(tmp_path / "missing")
+    (tmp_path / "original").mkdir()
+    require_files(str(tmp_path))
+    require_files("organisation/name")
+    require_files("~nobody-here/model")
 
 
 @pytest.mark.parametrize("field", ["num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"])

@@ -193,9 +193,9 @@ def _each_placed(
 
 def bad_folders(models: Models, model: Path) -> dict[str, Path]:
     """Make folders that hold no valid checkpoint of ``model``, each for a different reason."""
-    truncated, garbage, lacking, outside, sound = (
+    truncated, garbage, lacking, outside, endless, sound = (
         write_checkpoint(models.folder(what), model, tensors_of(model))
-        for what in ("truncated", "garbage", "lacking", "outside", "sound")
+        for what in ("truncated", "garbage", "lacking", "outside", "endless", "sound")
     )
     file = truncated / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-10])
@@ -205,6 +205,8 @@ def bad_folders(models: Models, model: Path) -> dict[str, Path]:
     (outside / "model.safetensors").unlink()
     index["weight_map"] = dict.fromkeys(tensors_of(model), os.path.relpath(sound / "model.safetensors", outside))
     (outside / "model.safetensors.index.json").write_text(json.dumps(index))
+    (endless / "model.safetensors").unlink()
+    os.mkfifo(endless / "model.safetensors")
     return {
         "a folder that is not there": nowhere(models),
         "an empty folder": models.folder("empty"),
@@ -212,6 +214,7 @@ def bad_folders(models: Models, model: Path) -> dict[str, Path]:
         "a file of something else": garbage,
         "a folder that lacks a file of its index": lacking,
         "an index that names a file outside its folder": outside,
+        "a FIFO in place of a file": endless,
     }
 
 

@@ -462,8 +462,12 @@ async def a_model_that_is_cut_off_is_not_served(bench: Bench) -> None:
 
 @case(own_engine=True)
 async def a_folder_without_a_model_is_refused(bench: Bench) -> None:
-    """A start from an empty folder fails, naming what is missing, and leaves nothing."""
-    empty = bench.folder("empty")
+    """A start from an empty folder fails, naming what is missing, and leaves nothing.
+
+    A folder with a FIFO, which nobody writes to, is refused before it is read.
+    """
+    empty, endless = bench.folder("empty"), bench.folder("endless")
+    os.mkfifo(endless / "config.json")
 
     async def start() -> None:
         engine = bench.create(model=empty)
@@ -472,6 +476,8 @@ async def a_folder_without_a_model_is_refused(bench: Bench) -> None:
         await _is_failed(engine)
 
     await _leaves_nothing(bench, start)
+    with refused(InvalidConfig, otherwise="a model folder with a FIFO is taken"):
+        await bench.create(model=endless).start()
 
 
 @case(own_engine=True)

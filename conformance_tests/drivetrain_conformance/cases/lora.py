@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -626,6 +627,10 @@ async def what_is_no_adapter_is_refused(bench: Bench) -> None:
     misfit = make_adapter(bench.model, bench.folder("adapter"), seed=1, columns=24).path
     folders = {"no folder": bench.folder("adapter") / "missing", "an empty folder": empty, "no JSON": broken}
     folders |= {"no tensors": cut, "other shapes": misfit}
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        folders[f"a FIFO {file}"] = endless = make_adapter(bench.model, bench.folder("adapter"), seed=1).path
+        (endless / file).unlink()
+        os.mkfifo(endless / file)
     for what, change in _DEFECTS.items():
         folders[what] = change_adapter(made.adapter, bench.folder("adapter"), change)
     held = []

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
-from drivetrain.backend.toolkit.model_folder import config_levels, experts_of
+from drivetrain.backend.toolkit.model_folder import config_levels, experts_of, require_files
 from drivetrain.checks.safe_repr import shown
 from drivetrain.engine.validation import MEDIA_CAPABILITY, MODE_CAPABILITY, require
 from drivetrain.errors import InvalidConfig
@@ -90,8 +90,9 @@ def check_config(config: EngineConfig, config_names: Mapping[str, str], capabili
 
     Raises:
         UnsupportedCapability: the field needs a capability that is not claimed.
-        InvalidConfig: the backend has no equivalent for the field.
+        InvalidConfig: the backend has no equivalent for the field, or the model folder holds what is no file.
     """
+    require_files(config.model)
     for field, is_used, capability in _CONFIG_NEEDS:
         if is_used(config):
             require(capabilities, capability, f"{field}={shown(getattr(config, field))}", config.backend)

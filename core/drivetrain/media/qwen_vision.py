@@ -104,6 +104,8 @@ def model_file(config: EngineConfig, name: str) -> Mapping[str, object]:
             from huggingface_hub import hf_hub_download
 
             file = Path(hf_hub_download(config.model, name, revision=config.revision))
+        if not file.is_file():
+            return {}
         fields: object = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}  # without a configuration the engine's start fails and says why

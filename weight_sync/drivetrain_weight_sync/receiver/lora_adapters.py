@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from drivetrain.errors import InvalidRequest
 from drivetrain_weight_sync.tensors.finite import non_finite
 from drivetrain_weight_sync.tensors.names import listed
+from drivetrain_weight_sync.transports.checkpoint_files import require_readable
 
 _PREFIX: Final = "base_model.model."
 _CONFIG: Final = "adapter_config.json"
@@ -113,6 +114,7 @@ def adapter_in(path: str) -> GivenAdapter:
     """
     where = f"lora_path={path!r}"
     try:
+        require_readable(Path(path) / _CONFIG)
         config = json.loads((Path(path) / _CONFIG).read_text(encoding="utf-8"))
         config.get("peft_type")
         tensors = _tensors_of(Path(path))
@@ -252,11 +254,13 @@ def _is_finite(value: object) -> bool:
 
 def _tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     file = folder / _TENSORS
-    if not file.is_file() and (folder / "adapter_model.bin").is_file():
+    if not file.exists() and (folder / "adapter_model.bin").is_file():
+        require_readable(folder / "adapter_model.bin")
         loaded = torch.load(folder / "adapter_model.bin", map_location="cpu", weights_only=True)
         return dict(loaded.items())
-    if not file.is_file():
+    if not file.exists():
         raise FileNotFoundError(f"there is no file {_TENSORS}")
+    require_readable(file)
     with safe_open(file, framework="pt") as opened:
         return {name: opened.get_tensor(name) for name in opened.keys()}
 

@@ -9,6 +9,7 @@ from typing import Final
 
 from drivetrain.backend.toolkit.rope_config import require_short_rope
 from drivetrain.backend.toolkit.translation import context_length_of, require_experts
+from drivetrain.checks.safe_repr import shown
 from drivetrain.errors import InvalidConfig
 from drivetrain.types.config import EngineConfig
 
@@ -30,6 +31,28 @@ def config_levels(model: str) -> list[Mapping[str, object]]:
         return []
     text = fields.get("text_config") if isinstance(fields, dict) else None
     return [level for level in (fields, text) if isinstance(level, dict)]
+
+
+def require_files(model: str) -> None:
+    """Refuse a model folder of which an entry is neither a file nor a folder: reading a FIFO would never end.
+
+    Args:
+        model: The configured model; names of a hub's models pass.
+
+    Raises:
+        InvalidConfig: naming the entry.
+    """
+    try:
+        folder = Path(model).expanduser()
+        entries = sorted(folder.iterdir()) if folder.is_dir() else []
+        odd = next((one.name for one in entries if one.exists() and not one.is_file() and not one.is_dir()), None)
+    except (OSError, RuntimeError, ValueError):
+        return  # the engine's start says why it cannot be read
+    if odd is not None:
+        raise InvalidConfig(
+            f"model={shown(model)}: {odd} is neither a file nor a folder, and reading it might never end; remove it",
+            field="model",
+        )
 
 
 def experts_of(levels: Iterable[Mapping[str, object]]) -> str:
@@ -107,5 +130,6 @@ __all__ = [
     "config_levels",
     "experts_of",
     "require_dense_for_adapters",
+    "require_files",
     "served_context_length",
 ]
