@@ -627,12 +627,12 @@ async def what_is_no_adapter_is_refused(bench: Bench) -> None:
     misfit = make_adapter(bench.model, bench.folder("adapter"), seed=1, columns=24).path
     folders = {"no folder": bench.folder("adapter") / "missing", "an empty folder": empty, "no JSON": broken}
     folders |= {"no tensors": cut, "other shapes": misfit}
+    for what, change in _DEFECTS.items():
+        folders[what] = change_adapter(made.adapter, bench.folder("adapter"), change)
     for file in ("adapter_config.json", "adapter_model.safetensors"):
         folders[f"a FIFO {file}"] = endless = make_adapter(bench.model, bench.folder("adapter"), seed=1).path
         (endless / file).unlink()
         os.mkfifo(endless / file)
-    for what, change in _DEFECTS.items():
-        folders[what] = change_adapter(made.adapter, bench.folder("adapter"), change)
     held = []
     for what, path in folders.items():
         with refused(InvalidRequest, otherwise=f"an adapter with {what} is taken"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import shutil
 import tempfile
@@ -292,6 +293,13 @@ def _names(path: str, field: str) -> bool:
 def _drop(config: dict[str, object], *fields: str) -> None:
     for field in fields:
         config.pop(field, None)
+
+
+@adapter_mutant("lora/what_is_no_adapter_is_refused", says="an adapter with an infinite lora_alpha is taken")
+def reads_an_infinite_alpha_as_none(config: dict[str, object], tensors: Tensors) -> None:
+    """An adapter's scale that is infinite is taken for 1."""
+    if config.get("lora_alpha") == math.inf:
+        config["lora_alpha"] = config["r"]
 
 
 @adapter_mutant("lora/requests_in_flight_use_different_adapters", says="nats below the most likely one")

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from io import BytesIO
 from typing import TYPE_CHECKING, Final
 
 from drivetrain.backend.base import GenerateRequest, GenerateResult, ReadMedium
-from drivetrain.types.config import EngineConfig
+from drivetrain.types.config import EngineConfig, MediaLimits
 from drivetrain.types.outputs import Completion
 from drivetrain.types.prompts import ImageInput, MediaInput
 from drivetrain_conformance.mutants.registry import mutant
-from drivetrain_conformance.mutants.spoil import SoundBackend, completions_mutant, request_mutant
+from drivetrain_conformance.mutants.spoil import SoundBackend, completions_mutant, config_mutant, request_mutant
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -123,3 +123,15 @@ def _opened(image: ImageInput) -> Image:
 
     assert image.data is not None
     return Image.open(BytesIO(image.data))
+
+
+@config_mutant("multimodal/what_is_no_image_is_refused", says="expected InvalidRequest for prompts, but nothing was")
+def drops_the_bound_on_bytes(config: EngineConfig) -> Mapping[str, object]:
+    """Files of media may be larger than the configuration says."""
+    return {"media": config.media.model_copy(update={"max_bytes": MediaLimits().max_bytes})}
+
+
+@config_mutant("multimodal/what_is_no_image_is_refused", says="expected InvalidRequest for prompts, but nothing was")
+def drops_the_bound_on_pixels(config: EngineConfig) -> Mapping[str, object]:
+    """Images may be larger than the configuration says."""
+    return {"media": config.media.model_copy(update={"max_pixels": MediaLimits().max_pixels})}
