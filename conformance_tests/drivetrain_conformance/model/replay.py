@@ -32,6 +32,9 @@ BOUND: Final = 60.0
 _IN_THE_PIPE: Final = 32
 """Tokens of a frozen request that may still arrive, because they were made before it was frozen."""
 
+_ROUND_TRIPS: Final = 4
+"""Consecutive calls to a paused engine; when they are answered, results that it sent earlier have arrived."""
+
 Call = Coroutine[object, object, GenerationOutput] | AsyncGenerator[CompletionChunk, None]
 
 
@@ -127,18 +130,24 @@ async def start(engine: InferenceEngine, call: Call) -> Live:
 
 
 async def settle(engine: InferenceEngine, *in_flight: Live) -> None:
-    """Wait until the engine holds each request that has not come back."""
+    """Wait until the engine holds each request that has not come back.
+
+    A request that ended before a pause may still be on its way, through a process or two. It has come back when the
+    engine has answered several calls after it.
+    """
     held = unfinished = 0
+    rounds = _ROUND_TRIPS if engine.is_paused else 1
     try:
         async with bounded("a request that the engine has lost"):
-            while True:
+            while rounds:
                 for _ in range(5):
                     await asyncio.sleep(0)
                 stats = await engine.stats()
                 held, unfinished = stats.running + stats.waiting, sum(not live.done for live in in_flight)
                 if held >= unfinished:
-                    return
-                await asyncio.sleep(0.001)
+                    rounds -= 1
+                else:
+                    await asyncio.sleep(0.001)
     except Hangs:
         raise Hangs(f"{unfinished} requests in flight have not come back, and the engine holds {held}") from None
 
