@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,8 +31,10 @@ from drivetrain import (
     TooManyAdapters,
     WeightSyncError,
     WeightUpdateRequest,
+    create_engine,
 )
 from drivetrain.testing import tiny_model
+from drivetrain_conformance.assets.made_adapters import make_adapter
 from drivetrain_transformers.lora import _shapes
 from drivetrain_weight_sync import AdapterTensors, LoraSync, WeightSync
 from drivetrain_weight_sync.receiver import received_adapters
@@ -425,3 +428,23 @@ async def test_an_adapter_that_peft_cannot_put_in_leaves_no_wrapper(
         await engine.load_lora_adapter("a", str(adapters["a"]))
         output = await engine.generate("x", PARAMS, lora="a")
         assert_made_by(with_adapter(model, adapters["a"]), output.completions[0])
+
+
+async def test_modules_that_the_trainer_makes_meanwhile_are_its_own(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loading an adapter in the trainer's process changes nothing that its other threads use."""
+    from peft.tuners.lora import LoraLayer
+
+    own, update_layer, seen = nn.Module.register_parameter, LoraLayer.update_layer, []
+
+    def watched(*arguments: Any, **named: Any) -> None:
+        seen.append(nn.Module.register_parameter)
+        update_layer(*arguments, **named)
+
+    monkeypatch.setattr(LoraLayer, "update_layer", watched)
+    made = make_adapter(model, tmp_path, seed=1)
+    async with create_engine("transformers", model=str(model), isolation="inline", enable_lora=True) as engine:
+        await engine.load_lora_adapter("a", str(made.path))
+    assert seen
+    assert set(seen) == {own}

@@ -121,7 +121,10 @@ class Adapters:
         return _Slot(f"slot-{self._slots}", form)
 
     def _inject(self, adapter: LoraAdapter, slot: _Slot) -> None:
-        """Have peft add parameters without values to the adapter's layers."""
+        """Have peft add parameters to the adapter's layers.
+
+        Not with ``low_cpu_mem_usage``: meanwhile every module that another thread makes would lose its values.
+        """
         from peft import LoraConfig, inject_adapter_in_model
 
         ranks: dict[int, list[str]] = {}
@@ -137,7 +140,7 @@ class Adapters:
             lora_bias=adapter.has_bias,
             inference_mode=True,
         )
-        inject_adapter_in_model(config, self._module, adapter_name=slot.name, low_cpu_mem_usage=True)
+        inject_adapter_in_model(config, self._module, adapter_name=slot.name)
         self._module.requires_grad_(False)
         self._module.eval()
         self._hook_layers()
