@@ -24,8 +24,9 @@ SECTIONS: Final = {
     "Pause": "pause_abort pause_wait pause_in_place pause_retract",
     "Sleep": "sleep_weights sleep_kv_cache sleep_cuda_graph sleep_keeps_weights",
     "Weight updates": "weights_in_process weights_shared_memory weights_cuda_ipc weights_broadcast weights_disk "
-    "weights_plugin weights_lora weight_staging weight_update_in_flight_in_place weight_update_in_flight_retract "
-    "version_spans read_weights save_sharded save_remote",
+    "weights_plugin weights_lora weights_lora_tensors weight_staging "
+    "weight_update_in_flight_in_place weight_update_in_flight_retract version_spans "
+    "read_weights save_sharded save_remote",
     "Parallel": "tensor_parallel pipeline_parallel data_parallel expert_parallel",
 }
 """Capabilities by topic, in the order in which they are shown; a capability that is in none is under "Other"."""
