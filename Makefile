@@ -84,7 +84,7 @@ SCHEMATHESIS ?= schemathesis==4.32.5
 SCHEMATHESIS_READY := .venvs/schemathesis/.ready-$(shell echo '$(SCHEMATHESIS)' | sha256sum | cut -c1-16)
 CASES ?= 5
 
-.PHONY: help setup demo serve-demo test test-unit test-slow test-sglang-server test-vllm-server test-vllm-routes test-sglang-routes test-gateway test-openapi test-status-page test-resume test-trainer-half test-trainers train-skyrl faults fuzz conformance conformance-all conformance-remote conformance-ray conformance-fleet conformance-quantised on-engines on-transformers parity parity-page mutants matrix lint lint-mypy lint-pyright lint-contracts site docs bench clean test-skyrl-client test-openrlhf test-trl demo-trl test-trl-teacher test-verl demo-verl test-embeddings test-gyms show-trainers-layers
+.PHONY: help setup demo serve-demo test test-unit test-slow test-sglang-server test-vllm-server test-vllm-routes test-sglang-routes test-gateway test-openapi test-status-page test-resume test-trainer-half test-trainers train-skyrl faults fuzz conformance conformance-all conformance-remote conformance-ray conformance-fleet conformance-quantised on-engines beside-engines parity parity-page mutants matrix lint lint-mypy lint-pyright lint-contracts site docs bench clean test-skyrl-client test-openrlhf test-trl demo-trl test-trl-teacher test-verl demo-verl test-embeddings test-gyms show-trainers-layers
 .PHONY: environments environment-transformers environment-echo environment-trainer environment-trainers environment-sglang environment-sglang-server environment-vllm environment-vllm-server environment-openrlhf environment-trl environment-verl
 
 help: ## show this list
@@ -426,22 +426,22 @@ conformance-all: $(READY) ## the suite on every backend, their parity, and wheth
 	@rm -rf build/conformance
 	@$(MAKE) --no-print-directory environment-transformers environment-echo
 	@$(MAKE) --no-print-directory environment-sglang environment-vllm
-	@$(MAKE) --no-print-directory $(BESIDE) on-engines on-transformers
-	@$(MAKE) --no-print-directory parity
+	@$(MAKE) --no-print-directory $(BESIDE) on-engines beside-engines
 	@$(BIN)/drivetrain matrix --check docs/reference --kept $(RESULTS) build/conformance/*.json
 
-# The two take equally long. Each of these engines takes gigabytes: one at a time, beside the few minutes of the others.
+# Each of these engines takes gigabytes: one at a time, beside the few minutes in which beside-engines starts one.
 on-engines:
 	@$(MAKE) --no-print-directory conformance BACKEND=sglang
 	@$(MAKE) --no-print-directory conformance BACKEND=vllm
 
-on-transformers:
+beside-engines:
 	@$(MAKE) --no-print-directory conformance-quantised
 	@OMP_NUM_THREADS=1 .venvs/sglang/bin/drivetrain demo --backend sglang --steps 3 --no-plot # its host is no forked one
 	@$(MAKE) --no-print-directory conformance BACKEND=transformers
 	@$(MAKE) --no-print-directory conformance BACKEND=transformers ISOLATION=process
 	@$(MAKE) --no-print-directory conformance BACKEND=echo
 	@$(MAKE) --no-print-directory conformance-fleet
+	@$(MAKE) --no-print-directory parity
 	@.venvs/echo/bin/python -m pytest -q $(ECHO) -k "generate or stop or errors" # the pytest class; its cases ran above
 
 mutants: $(READY) ## wrong backends and servers, of which the suite must catch each, and wrong fleets, of which their tests must: half an hour
