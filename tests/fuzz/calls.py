@@ -43,6 +43,8 @@ from drivetrain.types.config import Isolation
 from drivetrain_weight_sync import LogprobProbe, LoraSync, WeightSync
 
 KNOWN_EVERY = 200
+NOWHERE = "/dev/null/nowhere"
+"""A path where nothing is, and where a save can make nothing."""
 
 
 class _Unprintable:
@@ -53,7 +55,7 @@ class _Unprintable:
 JUNK: list[Any] = [
     *(None, True, False, 0, 1, -1, 2**31, 2**63, 10**400, 0.5, -0.0, float("nan"), float("inf"), 1e-320),
     *("", "a", "\0", "\ud800", "x" * 5000, b"a", bytearray(b"a"), [], {}, (), set(), [[]], [None], {"a": 1}, object),
-    *(object(), Path("/nowhere"), Path("a\0b"), "~nobody-has-this-name/x", range(3), [1, 2], [-5], [10**12], ["a"]),
+    *(object(), Path(NOWHERE), Path("a\0b"), "~nobody-has-this-name/x", range(3), [1, 2], [-5], [10**12], ["a"]),
     *({"role": "user", "content": "x"}, [{"role": "user"}], lambda: None, 1j, "continue", "wait", "retract"),
     *(numpy.array([1, 2]), numpy.int64(3), numpy.float64("nan"), torch.tensor([1]), iter([1]), _Unprintable()),
 ]
@@ -98,7 +100,7 @@ class Draw:
     def request(self, model: str) -> Any:
         """Draw a weight update from the served weights or from nowhere."""
         path, mode = (
-            self.random.choice([model, "/nowhere"]),
+            self.random.choice([model, NOWHERE]),
             self.random.choice([PauseMode.WAIT, PauseMode.RETRACT, PauseMode.ABORT]),
         )
         source: Any = self.random.choice([DiskSource(path=path), LoraSource(lora_name="missing", path=path)])
@@ -183,7 +185,7 @@ def calls(engine: InferenceEngine, draw: Draw, sessions: list[str]) -> dict[str,
             engine.start_weight_transfer(draw.request(model)), *draw.random.choices(methods, k=2)
         ),
         "load_weights_from_disk": lambda: engine.load_weights_from_disk(
-            of("/nowhere", Path("/nowhere"), model), of(*NAMES), **some(mode=of("wait"))
+            of(NOWHERE, Path(NOWHERE), model), of(*NAMES), **some(mode=of("wait"))
         ),
         "update_weight_version": lambda: engine.update_weight_version(of("initial")),
         "get_weights_by_name": lambda: engine.get_weights_by_name(of("lm_head.weight")),
@@ -192,7 +194,7 @@ def calls(engine: InferenceEngine, draw: Draw, sessions: list[str]) -> dict[str,
         "destroy_weight_update_communicator": lambda: engine.destroy_weight_update_communicator(of(*NAMES)),
         "save_sharded_model": lambda: engine.save_sharded_model(of("/dev/null/a"), **timed()),
         "save_remote_model": lambda: engine.save_remote_model(of("nosuch://a/b"), **timed()),
-        "load_lora_adapter": lambda: engine.load_lora_adapter(of(*NAMES), of("/nowhere"), **some(pinned=of(True))),
+        "load_lora_adapter": lambda: engine.load_lora_adapter(of(*NAMES), of(NOWHERE), **some(pinned=of(True))),
         "unload_lora_adapter": lambda: engine.unload_lora_adapter(of(*NAMES)),
         "encode": lambda: engine.encode(draw.prompts(), **some(dimensions=of(4))),
         "encode_single": lambda: engine.encode_single(draw.prompts(), **some(dimensions=of(4))),
@@ -203,7 +205,7 @@ def calls(engine: InferenceEngine, draw: Draw, sessions: list[str]) -> dict[str,
         "attach": lambda: attach(of(EngineHandle("unix:/nowhere", "k" * 16)), timeout=of(5.0)),
         "supports": lambda: engine.supports(of("lora")),
         "get_remote_weight_version": lambda: engine.get_remote_weight_version(of("http://127.0.0.1:1"), **timed()),
-        "start_profile": lambda: engine.start_profile(of("/nowhere")),
+        "start_profile": lambda: engine.start_profile(of(NOWHERE)),
         "create_engine": lambda: create_engine(
             of("transformers", {}), **some(model=of("m"), timeouts=of({}, {"start": of(5)}), max_num_seqs=of(4))
         ),
@@ -221,7 +223,7 @@ def calls(engine: InferenceEngine, draw: Draw, sessions: list[str]) -> dict[str,
                 **some(
                     bucket_bytes=of(8192),
                     mode=of("wait"),
-                    directory=of("/nowhere"),
+                    directory=of(NOWHERE),
                     group_backend=of("gloo"),
                     staging_share=of(0.5),
                     share_tensors=of(False),

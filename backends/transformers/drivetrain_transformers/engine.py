@@ -182,7 +182,7 @@ class TransformersBackend(Backend):
 
         with ThreadPoolExecutor(1, thread_name_prefix="drivetrain-transformers-load") as pool:
             runner, self._weights = await loop.run_in_executor(pool, load, stage)
-        if Capability.IMAGES in self.capabilities(self.config):
+        if Capability.IMAGES in media_capabilities(self.config):
             from drivetrain_transformers.vision import Vision
 
             self._vision = Vision(self.config, runner.model)
