@@ -33,11 +33,6 @@ def decode_scores(packed: bytes) -> TokenScores:
     return _scores.decode(packed)
 
 
-def no_scores(scoring: Scoring) -> TokenScores:
-    """Return the scores of a prompt of one token, which has no position with a distribution."""
-    return ScoredPrompt(scoring, [0]).scores()
-
-
 @dataclass(frozen=True, slots=True)
 class Part:
     """Scores of some consecutive positions."""
@@ -181,7 +176,6 @@ __all__ = [
     "decode_scores",
     "encode_scoring",
     "ids_to_score",
-    "no_scores",
     "packed_scores",
     "score_rows",
 ]

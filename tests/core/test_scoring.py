@@ -164,6 +164,15 @@ def test_nan_is_told_from_the_first_tokens() -> None:
         completed(request(3), nan)
 
 
+def test_a_sequence_of_one_token_is_the_pages_to_score() -> None:
+    found = completed(request(1), None)
+    assert found is not None
+    assert found.fault(request(1).scoring, 1) == ""  # type: ignore[arg-type]
+    assert np.isnan(found.token_logprobs).all()
+    with pytest.raises(EngineInternalError, match="there are no scores"):
+        completed(request(2), None)
+
+
 def test_an_aborted_request_needs_no_scores() -> None:
     sample = Samples(request(), 0, lambda index: None, vocab_size=10).sample(0)
     assert to_completion(sample, aborted_before_start(sample), None).scores is None  # type: ignore[arg-type]

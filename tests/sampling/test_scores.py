@@ -8,7 +8,7 @@ import torch
 
 import drivetrain_sampling.scores
 from drivetrain.types.token_scores import Scoring, TokenScores
-from drivetrain_sampling.scores import ScoredPrompt, decode_scores, encode_scoring, no_scores, score_rows
+from drivetrain_sampling.scores import ScoredPrompt, decode_scores, encode_scoring, score_rows
 
 VOCABULARY = 50
 PROMPT = np.random.default_rng(1).integers(0, VOCABULARY, size=20).tolist()
@@ -78,13 +78,6 @@ def test_all_tokens_can_be_scored_but_the_first() -> None:
     prompt.add(part)
     assert np.isnan(prompt.scores().at_logprobs).any(axis=1).tolist() == [True] + [False] * 19
     assert_right(prompt.scores(), scoring(positions=20))
-
-
-def test_a_prompt_of_one_token_has_no_scores() -> None:
-    scores = no_scores(scoring(positions=1))
-    assert scores.fault(scoring(positions=1), 1) == ""
-    assert np.isnan(scores.token_logprobs).all()
-    assert ScoredPrompt(scoring(positions=1), [5]).is_complete
 
 
 def test_rows_are_scored_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

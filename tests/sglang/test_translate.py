@@ -112,7 +112,7 @@ def test_scores_come_whole() -> None:
     assert scores.token_logprobs.tolist() == pytest.approx([math.log(0.25)])
     alone = translate.Collected(scoring_request(1, 1))
     alone.add({"output_ids": [], "meta_info": {"finish_reason": {"type": "length"}}})
-    assert alone.result("v").scores is not None, "one token alone has no position to score"
+    assert alone.result("v").scores is None, "the engine page scores one token alone"
 
 
 def test_chunks_make_a_result() -> None:

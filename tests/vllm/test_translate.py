@@ -390,4 +390,4 @@ def test_scores_are_split_into_their_arrays() -> None:
     assert (scores.top_logprobs.tolist(), scores.top_ids.tolist()) == ([[-0.5]], [[7]])
     alone = translate.Collected(replace(asked, prompt_token_ids=[1]))
     alone.add(output([5], "length"))
-    assert alone.result("v").scores is not None, "one token alone has no position to score"
+    assert alone.result("v").scores is None, "the engine page scores one token alone"

@@ -31,7 +31,7 @@ from drivetrain.types.sampling import EbnfGrammar, JsonSchema, LogprobsMode, Reg
 from drivetrain.types.token_scores import TokenScores
 from drivetrain_sampling.encoded_params import encode_params
 from drivetrain_sampling.packed_masks import joined
-from drivetrain_sampling.scores import decode_scores, encode_scoring, no_scores
+from drivetrain_sampling.scores import decode_scores, encode_scoring
 
 CONFIG_NAMES: Final[Mapping[str, str]] = {
     "revision": "revision",
@@ -476,11 +476,6 @@ class Collected(CollectedSample):
 
     def _scores(self) -> TokenScores | None:
         """Return the prompt's scores, if the request asks for them and its prompt was read."""
-        scoring = self.request.scoring
-        if scoring is None:
-            return None
-        if not scoring.scored(len(self.request.prompt_token_ids)):
-            return no_scores(scoring)
         packed = self._meta.get(SCORES)
         return decode_scores(packed[0]) if packed else None
 

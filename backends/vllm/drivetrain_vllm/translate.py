@@ -28,7 +28,7 @@ from drivetrain.types.token_scores import TokenScores
 from drivetrain_sampling import NO_TOKEN, NOT_FINITE
 from drivetrain_sampling.encoded_params import encode_params
 from drivetrain_sampling.packed_masks import joined
-from drivetrain_sampling.scores import encode_scoring, no_scores, packed_scores
+from drivetrain_sampling.scores import encode_scoring, packed_scores
 
 BATCH_INVARIANT: Final = "VLLM_BATCH_INVARIANT"
 """Environment variable that makes all of vLLM's processes use kernels whose results do not depend on the batch."""
@@ -467,11 +467,7 @@ class Collected(CollectedSample):
     def _scores(self) -> TokenScores | None:
         """Return the prompt's scores, if the request asks for them and its prompt was read."""
         scoring = self.request.scoring
-        if scoring is None:
-            return None
-        if not scoring.scored(len(self.request.prompt_token_ids)):
-            return no_scores(scoring)
-        if self._prompt is None:
+        if scoring is None or self._prompt is None:
             return None
         top_ids, logprobs = self._prompt[:2]
         given = 1 + scoring.width

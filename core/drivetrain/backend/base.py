@@ -149,7 +149,8 @@ class GenerateResult:
     sampling_mask: SamplingMask | None = None
     """Ids that each token was drawn from. May be None if there are no tokens."""
     scores: TokenScores | None = None
-    """Logprobs that the request's ``scoring`` asks for; None without it, or aborted before the prompt was read."""
+    """Logprobs that the request's ``scoring`` asks for. May be None without it, aborted before the prompt was read, or
+    for a prompt of one token."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from drivetrain.text.tokenizer import Tokenizer
 from drivetrain.types.outputs import Completion, FinishReason, MatchedText, VersionSpan, make_text_later
 from drivetrain.types.sampling import SamplingParams
 from drivetrain.types.sampling_mask import SamplingMask
+from drivetrain.types.token_scores import TokenScores
 
 
 def aborted_before_start(sample: Sample) -> GenerateResult:
@@ -45,6 +46,8 @@ def to_completion(sample: Sample, result: GenerateResult, tokenizer: Tokenizer) 
         WeightVersionGone: some tokens come from another version than the one that the request is pinned to.
     """
     request, params = sample.request, sample.request.params
+    if result.scores is None and request.scoring is not None and len(request.prompt_token_ids) == 1:
+        result = replace(result, scores=TokenScores.of_one_token(request.scoring))
     check_sampled_ids(sample, result.token_ids)
     _check_aligned(request, result)
     _check_numbers(request, result)

@@ -103,6 +103,14 @@ class TokenScores:
             b"" if ids is None else none * (missing * scoring.top_k) + ids.astype("<i4", copy=False).tobytes(),
         )
 
+    @classmethod
+    def of_one_token(cls, scoring: Scoring) -> TokenScores:
+        """Return the scores of a sequence of one token, none of whose positions has a distribution."""
+        import numpy as np
+
+        none = np.zeros(0, dtype=np.float32)
+        return cls.pack(scoring, none, none, (none, none.astype(np.int32)))
+
     def __repr__(self) -> str:
         """Return the sizes; the numbers themselves would fill pages."""
         return (
