@@ -68,6 +68,9 @@ class Rank(RankWeights):
     def checkpoint(self) -> WeightManifest:
         raise NotImplementedError
 
+    def load_held_adapters(self) -> None:
+        raise NotImplementedError
+
     @property
     def folder(self) -> Path | None:
         return None

@@ -210,6 +210,10 @@ class RankWeights(ABC):
         self.of_ranks(lambda: self.receive_weights(VerifyUpdate()))
         return self.receive_weights(CommitUpdate(update.version))
 
+    @abstractmethod
+    def load_held_adapters(self) -> None:
+        """Have the engine load adapters whose path is among :attr:`adapters` from there; called before each."""
+
     def stage_adapter(
         self,
         path: str,
@@ -227,6 +231,7 @@ class RankWeights(ABC):
             adapted_with: As for ``PlainAdapters``.
             namings: As for ``PlainAdapters.folder_for``.
         """
+        self.load_held_adapters()
         groups = self.receiver.groups if isinstance(update.source, BroadcastSource) else Groups()
 
         def receive() -> None:

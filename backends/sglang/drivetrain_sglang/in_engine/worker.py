@@ -22,7 +22,6 @@ from drivetrain.types.weights import (
     WeightManifest,
     WeightMessage,
     WeightReply,
-    WeightUpdateRequest,
 )
 from drivetrain_sglang.in_engine.adapters import load_held
 from drivetrain_sglang.in_engine.multimodal_hooks import forget_embeddings
@@ -75,17 +74,9 @@ class Worker(RankWeights):
         """Index of this scheduler's rank in the group."""
         return int(self._scheduler.tp_group.rank_in_group)
 
-    def stage_adapter(
-        self,
-        path: str,
-        update: WeightUpdateRequest,
-        largest_rank: int,
-        adapted_with: dict[str, list[str]],
-        namings: list[dict[str, tuple[int, ...]]],
-    ) -> None:
-        """Receive and check an adapter, which SGLang then loads by ``path``."""
+    def load_held_adapters(self) -> None:
+        """Have SGLang's manager of adapters look among the held ones first."""
         load_held(self._scheduler.tp_worker.model_runner.lora_manager, self.adapters)
-        super().stage_adapter(path, update, largest_rank, adapted_with, namings)
 
     @property
     def _served(self) -> Any:

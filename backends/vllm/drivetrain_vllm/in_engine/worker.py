@@ -14,7 +14,7 @@ import torch
 from drivetrain.errors import EngineStartError, EngineStateError
 from drivetrain.process.worker_calls import WorkerMethods
 from drivetrain.types.modes import MemoryTag
-from drivetrain.types.weights import WeightManifest, WeightUpdateRequest
+from drivetrain.types.weights import WeightManifest
 from drivetrain_vllm.in_engine.adapters import load_held
 from drivetrain_vllm.in_engine.gpu_sleep import DeviceMemory
 from drivetrain_vllm.in_engine.quantised_layers import QuantisedLayers
@@ -81,17 +81,9 @@ class Worker(RankWeights):
         with set_current_vllm_config(self._worker.vllm_config), without_lora(self.model):
             return super().load_weights(weights)
 
-    def stage_adapter(
-        self,
-        path: str,
-        update: WeightUpdateRequest,
-        largest_rank: int,
-        adapted_with: dict[str, list[str]],
-        namings: list[dict[str, tuple[int, ...]]],
-    ) -> None:
-        """Receive and check an adapter, which vLLM then loads by ``path``."""
+    def load_held_adapters(self) -> None:
+        """Have vLLM's manager of adapters look among the held ones first."""
         load_held(self._runner.lora_manager, self.adapters)
-        super().stage_adapter(path, update, largest_rank, adapted_with, namings)
 
     def converted(self) -> QuantisedLayers:
         """Return the layers that vLLM quantised, or packed for its kernels."""
