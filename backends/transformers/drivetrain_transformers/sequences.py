@@ -78,6 +78,11 @@ class Sequence:
         """Ids of prompt and output."""
         return self.request.prompt_token_ids + self.row.generated
 
+    @property
+    def cache_ids(self) -> list[int]:
+        """Ids of prompt and output, with keys of media in place of their placeholders; equal ones have equal caches."""
+        return self.token_ids if self.media is None else self.media.keys(self.token_ids)
+
     def take_prompt_experts(self, experts: torch.Tensor) -> None:
         """Keep the experts of the prompt's tokens, unless an earlier prefill gave them.
 
@@ -88,11 +93,6 @@ class Sequence:
             first = len(experts) - len(self.token_ids)
             prompt = experts[first : first + len(self.request.prompt_token_ids)]
             self.prompt_experts = RoutedExperts.of(prompt.cpu().numpy())
-
-    @property
-    def cache_ids(self) -> list[int]:
-        """Ids of prompt and output, with keys of media in place of their placeholders; equal ones have equal caches."""
-        return self.token_ids if self.media is None else self.media.keys(self.token_ids)
 
     def mark_version(self, version: str) -> None:
         """Record that the tokens since the last mark were sampled under ``version``."""

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Final
 
 from pydantic import JsonValue
 
-from drivetrain.backend.toolkit.model_folder import config_levels, experts_of
+from drivetrain.backend.toolkit.model_folder import config_levels, experts_of, levels_in, model_file
 from drivetrain.backend.toolkit.translation import context_length_of
 from drivetrain.checks.extras import from_extra
 from drivetrain.errors import InvalidConfig
-from drivetrain.media.qwen_vision import model_file, vision_capabilities
+from drivetrain.media.qwen_vision import vision_capabilities
 from drivetrain.types.capability import Capability
 from drivetrain.types.config import EngineConfig, Task
 
@@ -124,15 +123,5 @@ def check_model_folder(config: EngineConfig) -> None:
 
 
 def has_experts(config: EngineConfig) -> bool:
-    """Return whether the model is a mixture of experts, as far as a ``config.json`` on this machine says so."""
-    levels = config_levels(config.model)
-    if not levels and importlib.util.find_spec("huggingface_hub") is not None:
-        from huggingface_hub import try_to_load_from_cache
-        from huggingface_hub.errors import HFValidationError
-
-        try:
-            cached = try_to_load_from_cache(config.model, "config.json", revision=config.revision)
-        except HFValidationError:  # no name of a repository; the start says so
-            return False
-        levels = config_levels(str(Path(cached).parent)) if isinstance(cached, str) else []
-    return bool(experts_of(levels))
+    """Return whether the model is a mixture of experts, by its ``config.json``."""
+    return bool(experts_of(levels_in(model_file(config, "config.json"))))

@@ -464,7 +464,7 @@ async def a_model_that_is_cut_off_is_not_served(bench: Bench) -> None:
 async def a_folder_without_a_model_is_refused(bench: Bench) -> None:
     """A start from an empty folder fails, naming what is missing, and leaves nothing.
 
-    A folder with a FIFO, which nobody writes to, is refused before it is read.
+    A model folder that holds a FIFO is refused before the engine reads any of its files.
     """
     empty, endless = bench.folder("empty"), bench.folder("endless")
     os.mkfifo(endless / "config.json")

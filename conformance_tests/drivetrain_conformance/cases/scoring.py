@@ -267,7 +267,7 @@ async def sequences_of_many_chunks_are_scored_whole(bench: Bench) -> None:
     await _Call(bench, sequences, last_n=[min(length, 170) for length in lengths], top_k=2).check()
 
 
-# Of which weights ----------------------------------------------------------------------------------------------------
+# Weights and adapters ------------------------------------------------------------------------------------------------
 
 
 @case(*_NEEDS, Capability.WEIGHTS_DISK, changes_weights=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import importlib.util
-import json
 import os
 import threading
 import time
@@ -18,10 +17,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from io import BytesIO
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from drivetrain.backend.base import ReadMedium
+from drivetrain.backend.toolkit.model_folder import model_file
 from drivetrain.errors import DeadlineExceeded, InvalidRequest, UnsupportedCapability
 from drivetrain.media.inputs import named, read_bytes, unreadable
 from drivetrain.media.video_frames import Bounds, decoded
@@ -94,22 +93,6 @@ def vision_capabilities(config: EngineConfig) -> frozenset[Capability]:
 
 def _model_type(config: EngineConfig) -> str | None:
     return str(model_file(config, "config.json").get("model_type")) if config.task is Task.GENERATE else None
-
-
-def model_file(config: EngineConfig, name: str) -> Mapping[str, object]:
-    """Return the fields of a JSON file of the model's folder or hub id; none if it is missing or broken."""
-    try:
-        file = Path(config.model).expanduser() / name
-        if not file.parent.is_dir():
-            from huggingface_hub import hf_hub_download
-
-            file = Path(hf_hub_download(config.model, name, revision=config.revision))
-        if not file.is_file():
-            return {}
-        fields: object = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}  # without a configuration the engine's start fails and says why
-    return fields if isinstance(fields, dict) else {}
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,8 +29,29 @@ def config_levels(model: str) -> list[Mapping[str, object]]:
         fields: object = json.loads(path.read_bytes()) if path.is_file() else None
     except (OSError, ValueError, RecursionError):
         return []
+    return levels_in(fields)
+
+
+def levels_in(fields: object) -> list[Mapping[str, object]]:
+    """Return the fields of a ``config.json``, then those of its ``text_config`` if it has one; none if it has none."""
     text = fields.get("text_config") if isinstance(fields, dict) else None
-    return [level for level in (fields, text) if isinstance(level, dict)]
+    return [level for level in (fields, text) if isinstance(level, dict) and level]
+
+
+def model_file(config: EngineConfig, name: str) -> Mapping[str, object]:
+    """Return the fields of a JSON file of the model's folder or hub id; none if it is missing or broken."""
+    try:
+        file = Path(config.model).expanduser() / name
+        if not file.parent.is_dir():
+            from huggingface_hub import hf_hub_download
+
+            file = Path(hf_hub_download(config.model, name, revision=config.revision))
+        if not file.is_file():
+            return {}
+        fields: object = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}  # without a configuration the engine's start fails and says why
+    return fields if isinstance(fields, dict) else {}
 
 
 def require_files(model: str) -> None:
@@ -129,6 +150,8 @@ __all__ = [
     "check_model_folder",
     "config_levels",
     "experts_of",
+    "levels_in",
+    "model_file",
     "require_dense_for_adapters",
     "require_files",
     "served_context_length",
