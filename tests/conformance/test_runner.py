@@ -12,6 +12,7 @@ from typing import ClassVar
 import pytest
 
 from drivetrain import Capability, PauseMode, SamplingParams
+from drivetrain_conformance.assertions.same_answers import check_greedy
 from drivetrain_conformance.cases import GROUPS, all_cases
 from drivetrain_conformance.harness.capability_results import CapabilityResults
 from drivetrain_conformance.harness.case import Body, Case, Hardware
@@ -60,6 +61,18 @@ def test_a_plain_body_runs_coroutines_by_itself(runner: Runner) -> None:
         assert len(bench.run(bench.greedy(bench.prompts(2)))) == 2
 
     assert run(runner, body).verdict is Verdict.PASSED
+
+
+def test_an_answer_that_was_aborted_before_its_first_token_is_no_wrong_one(runner: Runner) -> None:
+    async def body(bench: Bench) -> None:
+        async with bench.open() as engine:
+            output = await engine.generate([bench.prompt(6, engine)], SamplingParams(max_new_tokens=0))
+            assert not output.completions[0].token_ids
+            check_greedy(bench, output.completions[0], engine)
+            assert bench.output_logits(output.completions[0]).shape == (0, engine.model_info.vocab_size)
+
+    result = run(runner, body, own_engine=True)
+    assert result.verdict is Verdict.PASSED, result.message
 
 
 def test_a_refusal_of_what_is_unclaimed_is_refused(runner: Runner) -> None:

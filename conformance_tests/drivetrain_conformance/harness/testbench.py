@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-import numpy as np
-
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.errors import DrivetrainError
 from drivetrain.types.capability import Capability
@@ -129,7 +127,7 @@ class Bench:
     def output_logits(self, completion: Completion, model: Path | None = None) -> Logits:
         """Return the oracle's logits from which each token of a completion was drawn, shape (tokens, vocabulary)."""
         if not completion.token_ids:
-            return np.zeros((0, self.engine.model_info.vocab_size if self.shared else 0))
+            return self.oracle(model).logits([0])[:0]
         return _of_the_output(completion, self.oracle(model).logits(_all_ids(completion)))
 
     def rounded_output_logits(
