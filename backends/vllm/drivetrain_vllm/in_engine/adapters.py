@@ -32,8 +32,10 @@ def _loaded(manager: Any, request: Any, held: HeldAdapter) -> Any:
     helper.validate_legal(config)
     model = manager._adapter_manager.model
     mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
-    if mapper is not None and hasattr(mapper, "get_rename_mapper"):
-        mapper = mapper.get_rename_mapper()
+    for name in ("get_rename_mapper", "get_unstacked_mapper"):  # the latter until 0.26
+        if hasattr(mapper, name):
+            mapper = getattr(mapper, name)()
+            break
     build = manager._lora_model_cls.from_lora_tensors
     optional = {
         "model_vocab_size": manager.vocab_size,
