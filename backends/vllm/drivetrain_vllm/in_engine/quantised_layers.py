@@ -68,6 +68,8 @@ class QuantisedLayers(QuantisedParts):
         """Make vLLM load layers, quantise or pack them, and copy the results to their old addresses."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+        methods = [layer.quant_method for layer in parts if hasattr(layer, "quant_method")]
+        before = [dict(vars(method)) for method in methods]
         for layer in parts:
             initialize_layerwise_reload(layer)
         try:
@@ -75,6 +77,49 @@ class QuantisedLayers(QuantisedParts):
         finally:
             for layer in parts:
                 finalize_layerwise_reload(layer, self._model_config)
+        for method, attributes in zip(methods, before, strict=True):
+            put_back(method, attributes)
+
+
+@torch.no_grad()
+def put_back(owner: object, before: Mapping[str, object]) -> None:
+    """Restore attributes whose objects were made anew, such as kernels, with the new objects' values.
+
+    CUDA graphs read memory at the addresses of the tensors that the old objects hold.
+
+    Args:
+        owner: An object with a ``__dict__``.
+        before: Its attributes before they were made anew.
+    """
+    for name, old in before.items():
+        new = getattr(owner, name, old)
+        if new is not old and type(new) is type(old):
+            _take_values(old, new, set())
+            setattr(owner, name, old)
+
+
+def _take_values(old: object, new: object, seen: set[int]) -> None:
+    """Copy the tensors and numbers that an object reaches to the same places of its predecessor."""
+    if old is new or id(old) in seen or type(old) is not type(new) or isinstance(old, nn.Module):
+        return
+    seen.add(id(old))
+    if isinstance(old, torch.Tensor):
+        assert isinstance(new, torch.Tensor)
+        if _form(old) == _form(new):
+            old.copy_(new)
+    elif isinstance(old, dict):
+        assert isinstance(new, dict)
+        for key in old.keys() & new.keys():
+            if isinstance(new[key], bool | int | float):
+                old[key] = new[key]
+            else:
+                _take_values(old[key], new[key], seen)
+    elif isinstance(old, list | tuple):
+        assert isinstance(new, Sequence)
+        for one, other in zip(old, new, strict=False):
+            _take_values(one, other, seen)
+    elif hasattr(old, "__dict__"):
+        _take_values(vars(old), vars(new), seen)
 
 
 def _without_memory(layer: nn.Module) -> list[torch.Tensor]:
