@@ -54,6 +54,7 @@ from drivetrain_vllm.translate import (
     may_use_xgrammar,
     room_of,
     sampling_params,
+    scores_on_a_gpu,
     visible_devices,
 )
 from drivetrain_weight_sync.receiver.plain_adapters import PlainAdapters
@@ -116,9 +117,9 @@ class VLLMBackend(WorkerBackend[Collected]):
             claimed.add(Capability.SAMPLING_MASK)
         if config.engine_kwargs.get("quantization") is not None:
             claimed -= _OF_PLAIN_WEIGHTS
-        if device_type_of(config) == "cpu":
-            claimed.add(Capability.SCORE_AT)  # with the first model runner; a GPU may have the second
-        else:
+        if device_type_of(config) == "cpu" or scores_on_a_gpu():
+            claimed.add(Capability.SCORE_AT)
+        if device_type_of(config) != "cpu":
             claimed |= _of_a_gpu(config)
             if not config.enable_sleep:
                 claimed -= _MEMORY_SAVERS

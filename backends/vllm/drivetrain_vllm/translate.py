@@ -124,6 +124,11 @@ def carries_masks() -> bool:
     return source_mentions("vllm", "v1/outputs.py", "class SamplingMaskLists")
 
 
+def scores_on_a_gpu() -> bool:
+    """Return whether the installed vLLM's second model runner, which GPUs have, computes what scores are taken of."""
+    return source_mentions("vllm", "v1/worker/gpu/sample/prompt_logprob.py", "def compute_prompt_logprobs")
+
+
 def engine_arguments(
     config: EngineConfig, device: str, dtype: str, longest: int, overrides: Mapping[str, object] | None = None
 ) -> dict[str, object]:

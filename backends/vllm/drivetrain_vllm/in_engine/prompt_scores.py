@@ -1,13 +1,15 @@
 # pyright: reportMissingImports=false
 """Scores given sequences from the states that vLLM computes of their tokens.
 
-The model runner keeps the states of all tokens of a step. Those of the positions that are scored are given to the
-model's head once more, part by part, and their scores leave through vLLM's own field for prompt logprobs. There they
-are tensors; requests that ask vLLM for prompt logprobs get those of its own.
+vLLM has two model runners: the first for CPUs and some models, the second for GPUs from 0.26 on. Each keeps the states
+of all tokens of a step. Those of the positions that are scored are given to the model's head once more, part by part,
+and their scores leave through vLLM's own field for prompt logprobs. There they are tensors; requests that ask vLLM for
+prompt logprobs get those of its own.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import wraps
@@ -26,6 +28,10 @@ class ScoredPrompts:
     """The requests of one model runner that ask for scores, until these are complete."""
 
     waiting: dict[str, ScoredPrompt] = field(default_factory=dict)
+    asked: dict[str, str] = field(default_factory=dict)
+    """Encoded ``Scoring`` by request, until the first step of its prompt; the second runner alone uses it."""
+    vocabulary: int = 0
+    """Number of logits of a position, for the second runner; 0: not known yet."""
 
     def note(self, scheduled: Any, device: torch.device) -> None:
         """Update the requests from a scheduler's output."""
@@ -38,21 +44,23 @@ class ScoredPrompts:
                 if not prompt.is_complete:
                     self.waiting[new.req_id] = prompt
 
-    def score(self, request_id: str, token: int, states: torch.Tensor, model: Any, vocabulary: int) -> Any:
+    def score(
+        self, request_id: str, token: int, states: torch.Tensor, head: Callable[[torch.Tensor], Any], vocabulary: int
+    ) -> Any:
         """Score a part of a prompt; return the scores as vLLM's ``LogprobsTensors`` with the last.
 
         Args:
             request_id: A request of :attr:`waiting`.
             token: Place in the prompt of the first token of this step.
             states: States of the request's tokens of this step.
-            model: The model, whose head is run.
+            head: Computes logits of states, as the model does.
             vocabulary: Number of logits of a position.
         """
         prompt = self.waiting[request_id]
         wanted, step = prompt.wanted(token, len(states)), max(1, LOGITS_AT_ONCE // vocabulary)
         for start in wanted[::step]:
             end = min(start + step, wanted.stop)
-            part = prompt.part(start, model.compute_logits(states[start - token : end - token]))
+            part = prompt.part(start, head(states[start - token : end - token]))
             assert part is not None, "these positions are wanted"
             prompt.add(part)
         if not prompt.is_complete or token + len(states) < prompt.length:
@@ -65,13 +73,27 @@ class ScoredPrompts:
 
 
 def register() -> None:
-    """Hook the first model runner, and the end of the way of its results."""
+    """Hook both model runners, and the end of the way of their results."""
     from vllm.v1.engine.logprobs import LogprobsProcessor
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    if worker := _second_runners_worker():
+        worker.add_request = _noting_one(worker.add_request)
+        worker.remove_request = _dropping(worker.remove_request)
+        worker.compute_prompt_logprobs = _scoring_rows(worker.compute_prompt_logprobs)
 
     GPUModelRunner._update_states = _noting(GPUModelRunner._update_states)
     GPUModelRunner._get_prompt_logprobs_dict = _scoring(GPUModelRunner._get_prompt_logprobs_dict)
     LogprobsProcessor._update_prompt_logprobs = _keeping(LogprobsProcessor._update_prompt_logprobs)
+
+
+def _second_runners_worker() -> Any:
+    """Return the class by which the second model runner computes prompt logprobs; None if this vLLM has none."""
+    with contextlib.suppress(ImportError):
+        from vllm.v1.worker.gpu.sample.prompt_logprob import PromptLogprobsWorker
+
+        return PromptLogprobsWorker
+    return None
 
 
 def _noting(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -97,12 +119,64 @@ def _scoring(original: Callable[..., Any]) -> Callable[..., Any]:
             start = int(runner.query_start_loc.np[row])
             token = int(runner.requests[request_id].num_computed_tokens)
             states, vocabulary = hidden_states[start : start + count], runner.model_config.get_vocab_size()
-            scores = scored.score(request_id, token, states, runner.model, vocabulary)
+            scores = scored.score(request_id, token, states, runner.model.compute_logits, vocabulary)
             if scores is not None:
                 found = {**found, request_id: scores}
         return found
 
     return get_prompt_logprobs_dict
+
+
+def _noting_one(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def add_request(worker: Any, req_id: str, req_idx: int, sampling_params: Any) -> Any:
+        extra = getattr(sampling_params, "extra_args", None) or {}
+        if SCORING in extra:
+            scored: ScoredPrompts = worker.__dict__.setdefault(_STATE, ScoredPrompts())
+            scored.asked[req_id] = extra[SCORING]
+        return original(worker, req_id, req_idx, sampling_params)
+
+    return add_request
+
+
+def _dropping(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def remove_request(worker: Any, req_id: str) -> Any:
+        scored: ScoredPrompts | None = worker.__dict__.get(_STATE)
+        if scored is not None:
+            scored.asked.pop(req_id, None)
+            scored.waiting.pop(req_id, None)
+        return original(worker, req_id)
+
+    return remove_request
+
+
+def _scoring_rows(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def compute_prompt_logprobs(
+        worker: Any, logits_fn: Any, hidden_states: Any, batch: Any, all_token_ids: Any, computed: Any, lengths: Any
+    ) -> Any:
+        found = original(worker, logits_fn, hidden_states, batch, all_token_ids, computed, lengths)
+        scored: ScoredPrompts | None = worker.__dict__.get(_STATE)
+        if scored is None or not (scored.asked or scored.waiting):
+            return found
+        scored.vocabulary = scored.vocabulary or logits_fn(hidden_states[:1]).shape[-1]
+        for row, request_id in enumerate(batch.req_ids):
+            place = batch.idx_mapping_np[row]
+            if request_id in scored.asked:
+                tokens = all_token_ids[place, : lengths[place]].tolist()
+                prompt = ScoredPrompt(scored.asked.pop(request_id), tokens, hidden_states.device)
+                if not prompt.is_complete:
+                    scored.waiting[request_id] = prompt
+            if request_id in scored.waiting:
+                states = hidden_states[batch.query_start_loc_np[row] : batch.query_start_loc_np[row + 1]]
+                token = int(batch.num_computed_prefill_tokens_np[row])
+                scores = scored.score(request_id, token, states, logits_fn, scored.vocabulary)
+                if scores is not None:
+                    found = {**found, request_id: scores}
+        return found
+
+    return compute_prompt_logprobs
 
 
 def _keeping(original: Callable[..., Any]) -> Callable[..., Any]:
