@@ -73,6 +73,8 @@ class Adapters:
         self._rows: list[str] = []
         self._tokens_per_row = 1
         self._hooked: set[nn.Module] = set()
+        self._wrapped: dict[str, nn.Module] = {}
+        """The layers that peft has wrapped, by name; looking for them takes milliseconds."""
         self._names = AdapterNames.of(module, _shapes(module))
 
     def check(self, given: GivenAdapter) -> LoraAdapter:
@@ -94,7 +96,7 @@ class Adapters:
         """
         if name in self._loaded:
             raise InvalidRequest(f"lora_name={name!r} is loaded already; unload it first", field="lora_name")
-        form, wrapped = _form(adapter), set(self._wrapped())
+        form, wrapped = _form(adapter), set(self._wrapped)
         slot = next((slot for slot in self._free if slot.form == form), None) or self._new_slot(form)
         try:
             if slot in self._free:
@@ -102,10 +104,11 @@ class Adapters:
             else:
                 self._inject(adapter, slot)
             for module, own in adapter.modules.items():
-                _fill(self._module.get_submodule(module), slot.name, own)
+                _fill(self._wrapped[module], slot.name, own)
         except BaseException as error:
             self._remove(slot.name)
-            self._unwrap(set(self._wrapped()) - wrapped)
+            self._find_wrapped()
+            self._unwrap(set(self._wrapped) - wrapped)
             if not isinstance(error, _OF_PEFT):
                 raise
             given = adapter.given
@@ -151,8 +154,8 @@ class Adapters:
             loaded = ", ".join(self._loaded) or "none"
             raise InvalidRequest(f"lora_name={name!r} is not loaded; loaded: {loaded}", field="lora_name")
         slot = self._loaded.pop(name).slot
-        for layer in self._wrapped():
-            for parameter in _parameters(self._module.get_submodule(layer), slot.name):
+        for layer in self._wrapped.values():
+            for parameter in _parameters(layer, slot.name):
                 parameter.data = parameter.data.new_empty(0)
         self._free.append(slot)
 
@@ -168,8 +171,6 @@ class Adapters:
         yield
 
     def _hook_layers(self) -> None:
-        from peft.tuners.lora import LoraLayer
-
         def choose(
             layer: object, args: Sequence[object], kwargs: dict[str, object]
         ) -> tuple[object, dict[str, object]]:
@@ -179,28 +180,32 @@ class Adapters:
                 names = [name for name in names for _ in range(self._tokens_per_row)]
             return args, {**kwargs, "adapter_names": names}
 
-        for layer in self._module.modules():
-            if isinstance(layer, LoraLayer) and layer not in self._hooked:
+        self._find_wrapped()
+        for layer in self._wrapped.values():
+            if layer not in self._hooked:
                 layer.register_forward_pre_hook(choose, with_kwargs=True)
                 self._hooked.add(layer)
 
     def _remove(self, name: str) -> None:
-        for layer in self._wrapped().values():
+        for layer in self._find_wrapped():
             layer.delete_adapter(name)
         if hasattr(self._module, "peft_config"):
             self._module.peft_config.pop(name, None)
 
-    def _wrapped(self) -> dict[str, LoraLayer]:
-        """Return the layers that peft has wrapped, by name."""
+    def _find_wrapped(self) -> list[LoraLayer]:
+        """Find the layers that peft has wrapped, and remember them."""
         from peft.tuners.lora import LoraLayer
 
-        return {name: layer for name, layer in self._module.named_modules() if isinstance(layer, LoraLayer)}
+        found = {name: layer for name, layer in self._module.named_modules() if isinstance(layer, LoraLayer)}
+        self._wrapped = dict(found)
+        return list(found.values())
 
     def _unwrap(self, names: Iterable[str]) -> None:
         """Restore layers that peft wrapped."""
         for name in names:
             parent, _, own = name.rpartition(".")
             setattr(self._module.get_submodule(parent), own, self._module.get_submodule(name).base_layer)
+        self._find_wrapped()
 
     def _weight(self, name: str) -> torch.Tensor:
         """Return one of the model's weights, by its checkpoint name."""
@@ -270,7 +275,7 @@ def _parameters(layer: nn.Module, name: str) -> Iterator[nn.Parameter]:
 
 
 def _dict_of(layer: nn.Module, part: str, kind: type[_D]) -> _D:
-    found = layer.get_submodule(part)
+    found = getattr(layer, part)
     assert isinstance(found, kind)
     return found
 
