@@ -1,16 +1,22 @@
 """Throughput with sampling masks and without, in turns in one engine, so that a busy machine slows both.
 
     python benchmarks/sampling_mask.py BACKEND [--model PATH] [--batch 512] [--tokens 128] [--rounds 8]
+        [--returns sampling_mask routed_experts] [--fields JSON] [--lock FILE]
 
-Prints tokens/s of both, and the ratio of the medians. Without a model it makes a tiny one.
+Prints tokens/s of both, and the ratio of the medians. Without a model it makes a tiny one. --returns names what is
+asked for, all at once. --fields are more fields of the engine's configuration. With --lock, of the runs that share a
+machine only one measures at a time.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import statistics
 import time
+
+from turns import turn
 
 from drivetrain import InferenceEngine, SamplingParams, create_engine
 from drivetrain.testing import tiny_model
@@ -32,22 +38,26 @@ async def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--top-k", type=int, default=50)
     parser.add_argument("--top-p", type=float, default=0.9)
+    parser.add_argument("--returns", nargs="+", default=["sampling_mask"])
+    parser.add_argument("--fields", type=json.loads, default={}, metavar="JSON")
+    parser.add_argument("--lock", metavar="FILE")
     given = parser.parse_args()
     plain = SamplingParams(max_new_tokens=given.tokens, ignore_eos=True, top_k=given.top_k, top_p=given.top_p)
-    kinds = {"without": plain, "with": plain.model_copy(update={"return_sampling_mask": True})}
+    kinds = {"without": plain, "with": plain.model_copy(update={f"return_{name}": True for name in given.returns})}
     prompts = [[1 + index % 200, 2, 3, 4] for index in range(given.batch)]
     model = given.model or str(tiny_model("qwen2"))
     rates: dict[str, list[float]] = {kind: [] for kind in kinds}
-    async with create_engine(given.backend, model=model, max_num_seqs=given.batch) as engine:
-        for params in kinds.values():
-            await rate(engine, prompts, params)
-        for turn in range(given.rounds):
-            for kind in sorted(kinds, reverse=bool(turn % 2)):
-                rates[kind].append(await rate(engine, prompts, kinds[kind]))
+    async with create_engine(given.backend, model=model, max_num_seqs=given.batch, **given.fields) as engine:
+        with turn(given.lock):
+            for params in kinds.values():
+                await rate(engine, prompts, params)
+            for index in range(given.rounds):
+                for kind in sorted(kinds, reverse=bool(index % 2)):
+                    rates[kind].append(await rate(engine, prompts, kinds[kind]))
     medians = {kind: statistics.median(found) for kind, found in rates.items()}
     print(
-        f"{given.backend}, batch {given.batch}, {model}: {medians['without']:.0f} tokens/s without masks, "
-        f"{medians['with']:.0f} with: ratio {medians['with'] / medians['without']:.3f}"
+        f"{given.backend}, batch {given.batch}, {model}: {medians['without']:.0f} tokens/s without, "
+        f"{medians['with']:.0f} with {', '.join(given.returns)}: ratio {medians['with'] / medians['without']:.3f}"
     )
 
 

@@ -1,6 +1,7 @@
 """Throughput of a teacher against bare prefill, in turns in one engine, so that a busy machine slows both.
 
     python benchmarks/teacher_scoring.py BACKEND [--model PATH] [--batch 64] [--tokens 256] [--ids 64] [--rounds 8]
+        [--fields JSON] [--lock FILE]
 
 Bare prefill runs the same sequences with max_new_tokens=0, which needs the model's head at the last token alone. A
 teacher scores given ids, at a temperature, at the last quarter of each sequence's positions, and at all of them. No
@@ -8,18 +9,21 @@ prefix is cached.
 
 Prints tokens/s of each, and the median, over the rounds, of a teacher's rate as a share of the same round's prefill.
 Inline, the share is also computed from CPU time, which other work on the machine does not change. Without a model it
-makes a small one: --vocabulary, --hidden and --layers are its sizes.
+makes a small one: --vocabulary, --hidden and --layers are its sizes. --fields are more fields of the engine's
+configuration. With --lock, of the runs that share a machine only one measures at a time.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import statistics
 import time
 from collections.abc import Awaitable, Callable
 
 import numpy as np
+from turns import turn
 
 from drivetrain import InferenceEngine, Isolation, create_engine
 from drivetrain.testing import tiny_model
@@ -56,6 +60,18 @@ def share(found: dict[str, list[Spent]], kind: str, clock: int) -> float:
     return statistics.median(bare[clock] / own[clock] for bare, own in zip(found["prefill"], found[kind], strict=True))
 
 
+async def measured(engine: InferenceEngine, given: argparse.Namespace) -> dict[str, list[Spent]]:
+    """Time each kind in turns, after one call of each."""
+    each = kinds(engine, given)
+    found: dict[str, list[Spent]] = {kind: [] for kind in each}
+    for run in each.values():
+        await run()
+    for turn_of in range(given.rounds):
+        for kind in list(each)[:: -1 if turn_of % 2 else 1]:
+            found[kind].append(await spent(each[kind]))
+    return found
+
+
 async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("backend")
@@ -64,6 +80,8 @@ async def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=value)
     for name, value in (("vocabulary", 260), ("hidden", 128), ("layers", 2)):
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--fields", type=json.loads, default={}, metavar="JSON")
+    parser.add_argument("--lock", metavar="FILE")
     given = parser.parse_args()
     model = given.model or str(
         tiny_model(
@@ -76,14 +94,10 @@ async def main() -> None:
             num_hidden_layers=given.layers,
         )
     )
-    async with create_engine(given.backend, model=model, enable_prefix_caching=False) as engine:
-        each = kinds(engine, given)
-        found: dict[str, list[Spent]] = {kind: [] for kind in each}
-        for run in each.values():
-            await run()
-        for turn in range(given.rounds):
-            for kind in list(each)[:: -1 if turn % 2 else 1]:
-                found[kind].append(await spent(each[kind]))
+    fields = {"enable_prefix_caching": False, **given.fields}
+    async with create_engine(given.backend, model=model, **fields) as engine:
+        with turn(given.lock):
+            found = await measured(engine, given)
         inline = engine.isolation is Isolation.INLINE
     print(f"{given.backend}, {given.batch} sequences of {given.tokens} tokens, {given.ids} ids per position")
     print(f"  {'without --model: ' if not given.model else given.model}", end="")

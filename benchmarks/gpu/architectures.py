@@ -1,7 +1,7 @@
 """Pushes of a bfloat16 policy to engines of many architectures, compared with engines that were loaded afresh.
 
     python benchmarks/gpu/architectures.py {sglang,vllm} [--only llama deepseek_v3 …] [--beside 5] [--minutes 8]
-        [--json FILE] [--python PATH] [--device cpu]
+        [--json FILE] [--python PATH] [--device cpu] [--engine-kwargs JSON]
 
 For each architecture two tiny models are made with random weights in bfloat16: a base and a changed one. One engine is
 started from each. The base's engine then takes the changed policy, a module of transformers, through shared memory,
@@ -12,6 +12,9 @@ architecture and step:
 - equal: the answers are those of the engine that was loaded afresh; ``gap`` is the largest difference in nats.
 - refused: the engine took nothing, and ``reason`` is its typed error.
 - failed: anything else, with ``reason``.
+
+``--engine-kwargs`` are more of the engine's own, such as ``{"quantization": "fp8_per_channel"}``: an engine that
+quantises must answer as one that quantised the changed model as it loaded it.
 
 ``--python`` names the interpreter of an environment that holds the engine. On a CPU only shared memory is used, and
 SGLang's attention in plain torch does not run MLA.
@@ -265,6 +268,7 @@ def engine_of(args: argparse.Namespace, architecture: str, folder: Path) -> Infe
     own = dict((ENGINES if args.device == "cuda" else ON_CPU)[args.backend])
     if args.device == "cuda":
         own["engine_kwargs"] = own["engine_kwargs"] | OF_ARCHITECTURE.get((args.backend, architecture), {})
+    own["engine_kwargs"] = own.get("engine_kwargs", {}) | args.engine_kwargs
     fields: dict[str, Any] = {
         "backend": args.backend,
         "model": str(folder),
@@ -419,6 +423,7 @@ def main() -> None:
     parser.add_argument("--json", help="write all lines there after each")
     parser.add_argument("--python", help="interpreter of the engine's environment")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--engine-kwargs", type=json.loads, default={}, metavar="JSON", help="more of the engine's own")
     args = parser.parse_args()
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)

@@ -47,17 +47,19 @@ SHARDS = [
     Shard("parallel", r"^parallel/", parts=4, gpus=2),
     Shard("faults", r"^faults/", parts=3),
     Shard("lifecycle", r"^lifecycle/", parts=3),
-    Shard("lora", r"^lora/|^openai/lora"),
+    Shard("recurrent", r"^generate/.*_is_right_or_refused"),
+    Shard("scoring", r"^scoring/"),
+    Shard("lora", r"^lora/|^openai/lora", parts=3),
     Shard("storage", r"storage_tier", settings="storage"),
     Shard("experts", r"^hidden_states/.*expert", settings="experts"),
     Shard("deterministic", r"^sampling/deterministic_"),
     Shard("mixtures", r"expert|mixture"),
-    Shard("images", r"^multimodal/|^openai/image"),
+    Shard("images", r"^multimodal/|^openai/image", parts=2),
     Shard("pooling", r"^(embeddings|score)/", settings="pooling"),
     Shard("weights", r"^weight_sync/", parts=3),
     Shard("sleep", r"^sleep/", parts=2),
     Shard("answers", r"^(generate|stop|logprob|streaming|structured_output|errors)/", parts=2),
-    Shard("pauses", r"^(abort|pause|histories)/"),
+    Shard("pauses", r"^(abort|pause|histories)/", parts=2),
     Shard("rest", r"", parts=2),
 ]
 
@@ -152,6 +154,7 @@ def main() -> None:
     parser.add_argument("backend", choices=sorted(ENGINE_KWARGS))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--only", default="", help="run shards whose name matches this pattern")
+    parser.add_argument("--at-once", type=int, help="shards beside each other; default: all")
     parser.add_argument("--list", action="store_true", help="list the shards and run nothing")
     args = parser.parse_args()
     listed = subprocess.run(
@@ -169,7 +172,7 @@ def main() -> None:
     last = str(gpus - 1)
 
     def run_all(devices: list[str], some: list[str], at_once: int | None = None) -> None:
-        with ThreadPoolExecutor(at_once or max(len(some), 1)) as pool:
+        with ThreadPoolExecutor(at_once or args.at_once or max(len(some), 1)) as pool:
             for index, name in enumerate(some):
                 pool.submit(run, args.backend, name, *chosen[name], devices[index % len(devices)], args.folder)
 

@@ -1,12 +1,12 @@
 """Weight updates of a colocated engine on one GPU, beside one copy of the same bytes, and the engine's own ways.
 
     python benchmarks/gpu/weight_sync.py {sglang,vllm} [--size 7b|1.8b|moe] [--pushes 12] [--native] [--json FILE]
-        [--lock FILE]
+        [--lock FILE] [--engine-kwargs JSON]
 
 The trainer's tensors and the engine, in its host process, are on one GPU; weights are bfloat16, at random, of a Qwen2
 of 7.6 or 1.8 billion parameters, or of a Qwen3 MoE with 64 experts. Every push is verified. With ``--lock``, of the
 runs that share a GPU only one measures at a time: most of the time of each is an engine that starts. In milliseconds,
-medians:
+medians. ``--engine-kwargs`` are more of the engine's own, such as ``{"quantization": "fp8_per_channel"}``:
 
 - C: one device-to-device copy of the same bytes, measured before and after.
 - push: from ``push()`` to its return: digests and copies on the trainer's side, then the update.
@@ -152,6 +152,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
         "max_num_seqs": 16,
         **ENGINES[args.backend],
     }
+    fields["engine_kwargs"] = fields["engine_kwargs"] | args.engine_kwargs
     async with create_engine(fields) as engine:
         print("the engine is up", file=sys.stderr, flush=True)
         await asyncio.to_thread(args.lock.acquire)
@@ -293,6 +294,7 @@ def main() -> None:
     parser.add_argument("--pushes", type=int, default=12)
     parser.add_argument("--native", action="store_true", help="also the engine by itself")
     parser.add_argument("--lock", type=Lock, default=Lock(), help="a file that all runs on this GPU name")
+    parser.add_argument("--engine-kwargs", type=json.loads, default={}, metavar="JSON", help="more of the engine's own")
     parser.add_argument("--json", type=Path, help="write the results there")
     args = parser.parse_args()
     document = asyncio.run(measure(args))
