@@ -209,7 +209,7 @@ async def a_host_killed_during_a_push(bench: Bench) -> None:
         assert doomed.began, "the push ended before the update began"
         assert engine.get_weight_version() == own
         await _is_failed(engine, bench.prompt(engine=engine))
-    left = Holdings.now().shared_memory - before.shared_memory
+    left = Holdings.now().shared_memory_since(before)
     assert not {name for name in left if "drivetrain" in name}, f"in shared memory lie {sorted(left)}"
 
 
@@ -244,7 +244,7 @@ async def a_host_killed_while_it_takes_an_adapter(bench: Bench) -> None:
             assert engine.get_weight_version() == "first"
             if number is signal.SIGSTOP:
                 _signal_host(engine, signal.SIGKILL)
-    left = Holdings.now().shared_memory - before.shared_memory
+    left = Holdings.now().shared_memory_since(before)
     assert not {name for name in left if "drivetrain" in name}, f"in shared memory lie {sorted(left)}"
 
 
