@@ -29,13 +29,15 @@ from drivetrain_conformance.assertions.stop_texts import (
     samples_of_spanning_characters,
 )
 from drivetrain_conformance.harness.case import case
-from drivetrain_conformance.harness.testbench import Bench, TooLate, in_time
+from drivetrain_conformance.harness.testbench import Bench, in_time
 from drivetrain_conformance.references.reference_stops import Ending
 
 Fields = Mapping[str, object]
 
 _PATIENCE: Final = 0.3
 """A timeout, in seconds, long enough for a few tokens and too short for many."""
+_LOOKS: Final = 6
+"""Streams that are looked at after their first chunk; on a busy machine one may have ended by then."""
 
 
 @dataclass(slots=True)
@@ -117,10 +119,12 @@ async def tokens_come_while_others_are_generated(bench: Bench) -> None:
     assert len(longest.chunks) > 3, f"{len(longest.token_ids)} tokens came in {len(longest.chunks)} chunks"
     assert max(len(chunk.token_ids) for chunk in longest.chunks) <= len(longest.token_ids) // 2
 
-    async with aclosing(bench.engine.generate_stream(bench.prompt(), bench.long())) as chunks:
-        await anext(chunks)
-        if not (await bench.engine.stats()).running:
-            raise TooLate("the first chunk came when all was generated")
+    for _ in range(_LOOKS):
+        async with aclosing(bench.engine.generate_stream(bench.prompt(), bench.long())) as chunks:
+            await anext(chunks)
+            if (await bench.engine.stats()).running:
+                return
+    raise AssertionError("the first chunk came when all was generated")
 
 
 @case(Capability.STREAMING)
