@@ -1051,7 +1051,7 @@ async def _renamed_while_frozen(bench: Bench, mode: PauseMode) -> tuple[Completi
 async def a_remote_version_is_asked_for_in_bounded_time(bench: Bench) -> None:
     """get_remote_weight_version() returns the server's answer, or raises a typed error in time if there is none."""
     ask = bench.engine.get_remote_weight_version
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         with raises(InvalidRequest, "an address that is none"):
             await ask("nowhere")
         with raises(EngineError, "a server that is not there"):
