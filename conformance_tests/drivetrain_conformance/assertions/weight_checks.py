@@ -17,7 +17,7 @@ from drivetrain.engine.states import EngineState
 from drivetrain.engine.weight_transaction import WeightTransaction
 from drivetrain.errors import DrivetrainError, EngineStateError
 from drivetrain.types.modes import PauseMode
-from drivetrain.types.outputs import Completion, VersionSpan
+from drivetrain.types.outputs import Completion, FinishReason, VersionSpan
 from drivetrain.types.weights import DiskSource, WeightUpdateRequest
 from drivetrain_conformance.assertions.refusals import raises
 from drivetrain_conformance.assertions.same_answers import check_greedy, check_same, gaps
@@ -209,12 +209,12 @@ async def update_in_flight(bench: Bench, mode: PauseMode) -> Updated:
             await load_all(update)
             assert await late.is_held(), "a request was served in the middle of an update"
             ended = running.done() and mode in (PauseMode.RETRACT, PauseMode.IN_PLACE)
-        if ended:
-            raise TooLate("the requests ended before the update")
         check_state(engine, EngineState.READY)
         assert not engine.is_paused, "the update left the engine paused"
         async with asyncio.timeout(60):
             completions = (await running).completions
+        if ended and all(completion.finish_reason is not FinishReason.ABORT for completion in completions):
+            raise TooLate("the requests ended before the update")
         return Updated(old, completions, await late.completion())
 
 
