@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import pytest
 
-from drivetrain import Capability, PauseMode, SamplingParams
+from drivetrain import Capability, FinishReason, PauseMode, SamplingParams
 from drivetrain_conformance.assertions.same_answers import check_greedy
 from drivetrain_conformance.cases import GROUPS, all_cases
 from drivetrain_conformance.harness.capability_results import CapabilityResults
@@ -19,7 +19,7 @@ from drivetrain_conformance.harness.case import Body, Case, Hardware
 from drivetrain_conformance.harness.run_profile import Profile
 from drivetrain_conformance.harness.runner import CaseResult, Runner
 from drivetrain_conformance.harness.suite import suite_of
-from drivetrain_conformance.harness.testbench import Bench
+from drivetrain_conformance.harness.testbench import Bench, in_time
 from drivetrain_conformance.harness.verdict import Verdict
 
 QUICK = Profile("quick", examples=1, histories=1, steps=1, samples=16, cycles=1, case_timeout=3)
@@ -72,7 +72,51 @@ def test_an_answer_that_was_aborted_before_its_first_token_is_no_wrong_one(runne
             assert bench.output_logits(output.completions[0]).shape == (0, engine.model_info.vocab_size)
 
     result = run(runner, body, own_engine=True)
-    assert result.verdict is Verdict.PASSED, result.message
+    assert result.verdict is Verdict.PASSED, result.judgement.message
+
+
+def test_a_case_that_came_too_late_is_tried_again_with_longer_requests(runner: Runner) -> None:
+    lengths: list[int] = []
+
+    async def body(bench: Bench) -> None:
+        lengths.append(bench.long(100).max_new_tokens or 0)
+        async with bench.in_flight([bench.prompt()], bench.long(100), request_ids=["late"]) as task:
+            if bench.attempt < 2:
+                await task
+            await bench.engine.abort("late")
+            (completion,) = (await task).completions
+        with in_time(completion):
+            assert completion.finish_reason is FinishReason.ABORT
+        assert completion.token_ids, "it was entered before the request had a token"
+
+    result = run(runner, body)
+    assert result.verdict is Verdict.PASSED, result.judgement.message
+    assert len(lengths) == 3
+    assert lengths == sorted(set(lengths))
+
+
+def test_what_is_wrong_however_early_fails_as_itself(runner: Runner) -> None:
+    attempts: list[int] = []
+
+    async def ended(bench: Bench) -> None:
+        attempts.append(bench.attempt)
+        (completion,) = (await bench.engine.generate("x", SamplingParams(max_new_tokens=1))).completions
+        with in_time(completion):
+            assert completion.finish_reason is FinishReason.ABORT, "aborts are ignored"
+
+    async def aborted(bench: Bench) -> None:
+        attempts.append(bench.attempt)
+        async with bench.in_flight([bench.prompt()], bench.long()) as task:
+            await bench.engine.abort_generation()
+            (completion,) = (await task).completions
+        with in_time(completion):
+            assert not completion.token_ids, "it has tokens"
+
+    assert run(runner, ended).judgement.message.startswith("AssertionError: aborts are ignored")
+    assert len(attempts) > 1
+    attempts.clear()
+    assert run(runner, aborted).judgement.message.startswith("AssertionError: it has tokens")
+    assert attempts == [0]
 
 
 def test_a_refusal_of_what_is_unclaimed_is_refused(runner: Runner) -> None:

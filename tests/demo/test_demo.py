@@ -209,5 +209,5 @@ def test_an_interrupt_ends_the_engine_too(isolation: str) -> None:
     assert out == ""
     assert "interrupted" in err
     assert "Traceback" not in err
-    _, alive = psutil.wait_procs(children, timeout=10)
+    _, alive = psutil.wait_procs(children, timeout=60)
     assert alive == []

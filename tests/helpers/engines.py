@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
+from typing import ParamSpec
 
 import torch
 
 from drivetrain import InferenceEngine, SamplingParams
+from drivetrain_conformance.harness.testbench import TooLate
+
+_P = ParamSpec("_P")
+_ATTEMPTS = 6
 
 OpenEngine = Callable[..., AbstractAsyncContextManager[InferenceEngine]]
 """Opens a throwaway engine on the tiny model; keyword arguments are configuration fields."""
@@ -28,6 +34,12 @@ async def require_ready_and_idle(engine: InferenceEngine) -> None:
 async def until_running(engine: InferenceEngine, count: int, within: float = HANGING) -> None:
     """Wait until at least ``count`` samples run in the engine; fail after ``within`` seconds."""
     await _until(engine, lambda running: running >= count, f"at least {count}", within)
+
+
+async def until_generating(engine: InferenceEngine, count: int) -> None:
+    """Wait until at least ``count`` samples run in the engine and have a token: a later one has made some by then."""
+    await until_running(engine, count)
+    await engine.generate("tick", SamplingParams(max_new_tokens=8, temperature=0, ignore_eos=True))
 
 
 async def until_idle(engine: InferenceEngine, tokens: int = 160) -> None:
@@ -60,6 +72,19 @@ async def until(condition: Callable[[], bool | Awaitable[bool]]) -> None:
             if held if isinstance(held, bool) else await held:
                 return
             await asyncio.sleep(0.01)
+
+
+def tried_again(test: Callable[_P, Awaitable[None]]) -> Callable[_P, Awaitable[None]]:
+    """Run a test again that came :class:`TooLate`: a request had ended before it was acted upon."""
+
+    @functools.wraps(test)
+    async def again(*arguments: _P.args, **fixtures: _P.kwargs) -> None:
+        for _ in range(_ATTEMPTS - 1):
+            with suppress(TooLate):
+                return await test(*arguments, **fixtures)
+        await test(*arguments, **fixtures)
+
+    return again
 
 
 async def tensors_for(engine: InferenceEngine) -> dict[str, torch.Tensor]:

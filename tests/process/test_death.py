@@ -19,6 +19,9 @@ from drivetrain.process.process_tree import shared_memory_of
 Ask = Callable[..., GenerateRequest]
 Make = Callable[..., HostedBackend]
 
+BOUND = 60.0
+"""Seconds after which a wait counts as hanging."""
+
 pytestmark = pytest.mark.parametrize("hosts", ["spawned", "forked"])
 
 
@@ -33,8 +36,8 @@ async def started(backend: HostedBackend) -> int:
     return backend.pid
 
 
-async def dies(backend: HostedBackend, cause: Callable[[], object], within: float, match: str, ask: Ask) -> None:
-    """Check that ``cause`` ends a call, a stream and the host within ``within`` seconds, with the reason ``match``."""
+async def dies(backend: HostedBackend, cause: Callable[[], object], match: str, ask: Ask) -> None:
+    """Check that ``cause`` ends a call, a stream and the host, with the reason ``match``, and later calls at once."""
 
     async def read() -> None:
         async for _ in backend.stream(ask("wait in a stream")):
@@ -51,23 +54,16 @@ async def dies(backend: HostedBackend, cause: Callable[[], object], within: floa
     assert backend.pid is not None
     process = psutil.Process(backend.pid)
     family = [process, *process.children(recursive=True)]
-    began = time.monotonic()
     cause()
-    results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), within + 20)
-    assert time.monotonic() - began < within
+    results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), BOUND)
     for result in (*results, await died):
         assert isinstance(result, EngineDied)
         assert re.search(match, str(result))
     assert not any(map(runs, family))
     assert not process.is_running()
-    began = time.monotonic()
-    with pytest.raises(EngineDied, match=match):
-        await backend.generate(ask())
-    with pytest.raises(EngineDied, match=match):
-        await backend.abort(["r"])
-    with pytest.raises(EngineDied, match=match):
-        await anext(backend.stream(ask()))
-    assert time.monotonic() - began < 0.1
+    for call in (backend.generate(ask()), backend.abort(["r"]), anext(backend.stream(ask()))):
+        with pytest.raises(EngineDied, match=match):
+            call.__await__().send(None)  # at once: it waits for nothing
     await backend.close()
 
 
@@ -83,7 +79,7 @@ async def test_an_engine_that_dies_in_a_living_host_has_said_why(make: Make, ask
 async def test_a_killed_host(make: Make, ask: Ask) -> None:
     backend = make()
     pid = await started(backend)
-    await dies(backend, lambda: os.kill(pid, signal.SIGKILL), 2, rf"host process {pid} .* killed by SIGKILL", ask)
+    await dies(backend, lambda: os.kill(pid, signal.SIGKILL), rf"host process {pid} .* killed by SIGKILL", ask)
 
 
 async def test_closing_a_host_that_was_killed_this_moment_succeeds(make: Make) -> None:
@@ -100,16 +96,14 @@ async def test_a_host_that_exits_says_with_which_code_and_its_last_lines(make: M
         spared.append(asyncio.ensure_future(backend.generate(ask("exit"))))
 
     spared: list[asyncio.Future[GenerateResult]] = []
-    await dies(backend, exits, 3, r"(?s)ended with exit code 3.*last lines of its log:.*starting with marker", ask)
+    await dies(backend, exits, r"(?s)ended with exit code 3.*last lines of its log:.*starting with marker", ask)
     assert isinstance(spared[0].exception(), EngineDied)
 
 
 async def test_a_frozen_host(make: Make, ask: Ask) -> None:
     backend = make(heartbeat=1.5)
     pid = await started(backend)
-    await dies(
-        backend, lambda: os.kill(pid, signal.SIGSTOP), 3.5, r"was silent for 1\.\d s .timeouts.heartbeat=1.5", ask
-    )
+    await dies(backend, lambda: os.kill(pid, signal.SIGSTOP), r"was silent for 1\.\d s .timeouts.heartbeat=1.5", ask)
 
 
 async def test_a_host_whose_engine_holds_the_interpreter(make: Make, ask: Ask) -> None:
@@ -120,7 +114,7 @@ async def test_a_host_whose_engine_holds_the_interpreter(make: Make, ask: Ask) -
     def hold() -> None:
         holding.append(asyncio.ensure_future(backend.generate(ask("hold"))))
 
-    await dies(backend, hold, 3.5, r"was silent for 1\.\d s", ask)
+    await dies(backend, hold, r"was silent for 1\.\d s", ask)
     assert isinstance(holding[0].exception(), EngineDied)
 
 
@@ -128,11 +122,11 @@ async def test_a_host_that_is_frozen_while_it_starts(make: Make) -> None:
     backend = make("block start", heartbeat=1.0)
     reports: asyncio.Queue[str] = asyncio.Queue()
     starting = asyncio.create_task(backend.start(reports.put_nowait))
-    await asyncio.wait_for(reports.get(), 20)
+    await asyncio.wait_for(reports.get(), BOUND)
     assert backend.pid is not None
     os.kill(backend.pid, signal.SIGSTOP)
     with pytest.raises(Exception, match=r"was silent for \d"):
-        await asyncio.wait_for(starting, 5)
+        await asyncio.wait_for(starting, BOUND)
 
 
 async def test_a_host_whose_event_loop_stands_still(make: Make, ask: Ask) -> None:
@@ -143,7 +137,7 @@ async def test_a_host_whose_event_loop_stands_still(make: Make, ask: Ask) -> Non
     def block() -> None:
         blocked.append(asyncio.ensure_future(backend.generate(ask("block"))))
 
-    await dies(backend, block, 4, "did not run its event loop for .*timeouts.event_loop=1", ask)
+    await dies(backend, block, "did not run its event loop for .*timeouts.event_loop=1", ask)
     assert isinstance(blocked[0].exception(), EngineDied)
 
 
@@ -152,7 +146,7 @@ async def test_an_engine_whose_child_is_killed(make: Make, ask: Ask) -> None:
     await started(backend)
     child = (await backend.stats()).kv_cache_bytes
     reason = rf"lost a process that its engine needs: process {child} \(sleep\) was killed by SIGKILL"
-    await dies(backend, lambda: os.kill(child, signal.SIGKILL), 2, reason, ask)
+    await dies(backend, lambda: os.kill(child, signal.SIGKILL), reason, ask)
 
 
 @pytest.mark.parametrize(("child", "name"), [("child", "sleep"), ("titled child", "engine::rank_1")])
@@ -161,16 +155,16 @@ async def test_an_engine_whose_child_is_frozen(make: Make, ask: Ask, child: str,
     await started(backend)
     pid = (await backend.stats()).kv_cache_bytes
     reason = rf"lost a process that its engine needs: process {pid} \({name}\) has been stopped for 1\.\d s"
-    await dies(backend, lambda: os.kill(pid, signal.SIGSTOP), 3.5, reason + r" .timeouts.heartbeat=1.5", ask)
+    await dies(backend, lambda: os.kill(pid, signal.SIGSTOP), reason + r" .timeouts.heartbeat=1.5", ask)
 
 
 async def test_an_engine_whose_child_is_frozen_for_a_moment_lives_on(make: Make, ask: Ask) -> None:
     backend = make("child", heartbeat=1.5)
     await started(backend)
     child = (await backend.stats()).kv_cache_bytes
-    for _ in range(3):
+    for _ in range(5):  # in all longer than it may be frozen at once
         os.kill(child, signal.SIGSTOP)
-        await asyncio.sleep(0.8)
+        await asyncio.sleep(0.4)
         os.kill(child, signal.SIGCONT)
         await asyncio.sleep(0.4)
     assert (await backend.generate(ask())).token_ids == [0, 1, 2, 3]
@@ -185,7 +179,7 @@ async def test_shared_memory_of_a_child_that_was_killed_goes_with_the_host(make:
     # The first child is the resource tracker, which would have removed the semaphore.
     for process in (*child.children(), child):
         process.kill()
-    assert "process" in str(await asyncio.wait_for(backend.died(), 5))
+    assert "process" in str(await asyncio.wait_for(backend.died(), BOUND))
     assert not semaphore.exists()
 
 
@@ -201,7 +195,7 @@ async def test_a_child_that_the_engine_does_not_need_may_end(make: Make, ask: As
 async def test_an_engine_that_makes_no_step_any_more(make: Make, ask: Ask) -> None:
     backend = make("no step", step=0.5, weight_update=0.5)
     await started(backend)
-    await dies(backend, lambda: None, 20, "made no step for 0.5 s, with 3 requests in flight", ask)
+    await dies(backend, lambda: None, "made no step for 0.5 s, with 3 requests in flight", ask)
 
 
 async def test_an_engine_that_says_that_it_died(make: Make, ask: Ask) -> None:
@@ -212,7 +206,7 @@ async def test_an_engine_that_says_that_it_died(make: Make, ask: Ask) -> None:
     def die() -> None:
         last.append(asyncio.ensure_future(backend.generate(ask("die"))))
 
-    await dies(backend, die, 2, "says that its engine died: its scheduler is gone", ask)
+    await dies(backend, die, "says that its engine died: its scheduler is gone", ask)
     assert isinstance(last[0].exception(), EngineDied)
 
 
@@ -220,13 +214,13 @@ async def test_a_child_in_a_session_of_its_own_goes_with_its_killed_host(make: M
     backend = make("detached child")
     pid = await started(backend)
     assert os.getsid((await backend.stats()).kv_cache_bytes) != pid
-    await dies(backend, lambda: os.kill(pid, signal.SIGKILL), 2, "was killed by SIGKILL", ask)
+    await dies(backend, lambda: os.kill(pid, signal.SIGKILL), "was killed by SIGKILL", ask)
 
 
 async def test_a_killed_host_is_noticed_though_a_forked_child_holds_its_sockets(make: Make, ask: Ask) -> None:
     backend = make("forked child")
     pid = await started(backend)
-    await dies(backend, lambda: os.kill(pid, signal.SIGKILL), 2, "was killed by SIGKILL", ask)
+    await dies(backend, lambda: os.kill(pid, signal.SIGKILL), "was killed by SIGKILL", ask)
 
 
 async def test_children_end_with_a_close(make: Make) -> None:

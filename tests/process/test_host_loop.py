@@ -84,7 +84,7 @@ def test_another_wire_version_is_refused_by_the_host_too(
     assert f"the trainer speaks wire version 99 (drivetrain 9.9), this side {WIRE_VERSION}" in failure(
         speaker.hear(), 0
     )
-    assert speaker.endings.get(timeout=10).reason == "ended with exit code 1"
+    assert speaker.endings.get(timeout=60).reason == "ended with exit code 1"
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_bytes_that_are_not_the_protocol_end_the_host_with_a_reason(speaker: Spe
     assert isinstance(speaker.hear(), Hello)
     speaker.host.socket.sendall(garbage)
     assert failure(speaker.hear(), 0)
-    assert speaker.endings.get(timeout=10).reason == "ended with exit code 1"
+    assert speaker.endings.get(timeout=60).reason == "ended with exit code 1"
 
 
 def test_a_call_before_the_handshake_is_refused(speaker: Speaker) -> None:
@@ -130,7 +130,7 @@ def test_a_second_open_is_refused(opened: Speaker, config_for: Callable[[], Engi
 
 def test_a_host_whose_call_socket_closes_ends(opened: Speaker) -> None:
     opened.host.socket.close()
-    assert opened.endings.get(timeout=10).reason == "ended with exit code 0"
+    assert opened.endings.get(timeout=60).reason == "ended with exit code 0"
 
 
 def test_a_host_sees_which_fields_of_the_configuration_were_set(config_for: Callable[..., EngineConfig]) -> None:

@@ -95,7 +95,7 @@ async def test_a_host_that_is_killed_while_it_starts_says_by_which_signal(make: 
     backend = make("block start")
     reports: asyncio.Queue[str] = asyncio.Queue()
     starting = asyncio.create_task(backend.start(reports.put_nowait))
-    await asyncio.wait_for(reports.get(), 20)
+    await asyncio.wait_for(reports.get(), 60)
     psutil.Process(backend.pid).kill()
     with pytest.raises(EngineStartError, match="was killed by SIGKILL"):
         await starting
@@ -126,7 +126,7 @@ async def test_cancelling_a_start_kills_the_host(make: Make) -> None:
     backend = make("block start")
     reports: asyncio.Queue[str] = asyncio.Queue()
     starting = asyncio.create_task(backend.start(reports.put_nowait))
-    await asyncio.wait_for(reports.get(), 20)
+    await asyncio.wait_for(reports.get(), 60)
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await starting

@@ -78,7 +78,7 @@ def test_a_killed_trainer_takes_its_host_and_the_engines_children_with_it(traine
     """)
     (child,) = host.children()
     process.kill()
-    assert gone(host, child, within=5)
+    assert gone(host, child, within=60)
 
 
 def test_a_killed_trainer_takes_a_host_with_it_whose_event_loop_is_blocked(trainer: Run) -> None:
@@ -90,7 +90,7 @@ def test_a_killed_trainer_takes_a_host_with_it_whose_event_loop_is_blocked(train
     """)
     time.sleep(0.3)
     process.kill()
-    assert gone(host, within=5)
+    assert gone(host, within=60)
 
 
 def test_a_killed_trainer_takes_a_host_with_it_that_is_still_starting(trainer: Run) -> None:
@@ -99,7 +99,7 @@ def test_a_killed_trainer_takes_a_host_with_it_that_is_still_starting(trainer: R
         await backend.start(lambda text: print(backend.pid, flush=True))
     """)
     process.kill()
-    assert gone(host, within=5)
+    assert gone(host, within=60)
 
 
 def test_a_host_outlives_no_trainer_even_if_a_forked_worker_holds_its_sockets(trainer: Run) -> None:
@@ -117,7 +117,7 @@ def test_a_host_outlives_no_trainer_even_if_a_forked_worker_holds_its_sockets(tr
     worker = int(process.stdout.readline())
     try:
         process.kill()
-        assert gone(host, within=5)
+        assert gone(host, within=60)
     finally:
         os.kill(worker, signal.SIGKILL)
 
@@ -136,7 +136,7 @@ def test_a_forked_worker_that_ends_leaves_its_parents_engine_alone(trainer: Run)
         await backend.close()
     """)
     assert rest_of_output(process) == "[1, 2]\n"
-    assert process.wait(timeout=30) == 0
+    assert process.wait(timeout=60) == 0
 
 
 @pytest.mark.parametrize("ending", ["return", "raise SystemExit(0)", "await backend.generate(request('exit'))"])
@@ -148,7 +148,7 @@ def test_a_trainer_that_forgets_to_close_ends_and_leaves_no_host(trainer: Run, e
         sys.stdin.readline()  # until the test has looked up the host
         {ending}
     """)
-    process.communicate("\n", timeout=20)
+    process.communicate("\n", timeout=60)
     assert process.returncode == (1 if "generate" in ending else 0)
     assert gone(host, within=0.1)
 
@@ -161,7 +161,7 @@ def test_an_interrupted_trainer_leaves_no_host(trainer: Run) -> None:
         await backend.generate(request("wait"))
     """)
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=20)
+    process.communicate(timeout=60)
     assert gone(host, within=0.1)
 
 

@@ -112,7 +112,7 @@ async def test_a_plain_call_that_is_answered_as_a_stream_fails_at_once(
     calling = asyncio.ensure_future(ours.call(ECHO, ("one",)))
     theirs.reply(encode(answer((await call_that_arrived(theirs)).id)))
     with pytest.raises(WireError, match=r"answered echo with an (Item|End), not with a Reply"):
-        await asyncio.wait_for(calling, 5)
+        await asyncio.wait_for(calling, 60)
     serving(theirs)
     assert await ours.call(ECHO, ("two",)) == "owt"
 
@@ -122,7 +122,7 @@ async def test_a_stream_that_is_answered_as_a_plain_call_fails_at_once(ends: End
     reading = asyncio.ensure_future(anext(ours.stream(ECHO, ("one",))))
     theirs.reply(encode(Reply((await call_that_arrived(theirs)).id, msgspec.Raw(b"\xa1x"))))
     with pytest.raises(WireError, match="answered the stream echo with a Reply, not with Items"):
-        await asyncio.wait_for(reading, 5)
+        await asyncio.wait_for(reading, 60)
 
 
 async def test_receive_returns_nothing_where_no_call_has_arrived(ends: Ends) -> None:
@@ -146,7 +146,7 @@ async def test_waiters_are_told_that_the_process_is_gone(ends: Ends) -> None:
     await asyncio.sleep(0)
     theirs.close()
     with pytest.raises(EngineDied, match="it is gone"):
-        await asyncio.wait_for(calling, 5)
+        await asyncio.wait_for(calling, 60)
     with pytest.raises(EngineDied, match="it is gone"):
         await ours.call(ECHO, ("two",))
 
@@ -157,7 +157,7 @@ async def test_waiters_are_told_that_the_connection_was_closed(ends: Ends) -> No
     await asyncio.sleep(0)
     ours.close()
     with pytest.raises(EngineDied):
-        await asyncio.wait_for(calling, 5)
+        await asyncio.wait_for(calling, 60)
 
 
 async def test_one_process_connects(listener: WorkerListener, ends: Ends) -> None:

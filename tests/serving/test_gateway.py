@@ -17,7 +17,7 @@ import pytest_asyncio
 
 from drivetrain import InferenceEngine, TextPrompt, create_engine
 from drivetrain_serving import Server, ServerConfig
-from engines import HANGING, require_ready_and_idle, until, until_idle, until_running
+from engines import HANGING, require_ready_and_idle, until, until_generating, until_idle, until_running
 from gateways import Gateway, gateway_of, ids_of, require_own_logprobs, sampled, user
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -170,8 +170,7 @@ async def test_a_client_that_goes_leaves_a_partial_turn(
                 pass
 
     asking = asyncio.ensure_future(ask())
-    await until_running(engine, 1)
-    await asyncio.sleep(0.1)
+    await until_generating(engine, 1)
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
     await until_idle(engine)

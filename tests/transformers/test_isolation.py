@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import psutil
 import pytest
 
 from drivetrain import EngineDied, EngineState, EngineStateError, InferenceEngine, SamplingParams, create_engine
-from engines import OpenEngine, until_running
+from engines import HANGING, OpenEngine, until_running
 
 LONG = SamplingParams(max_new_tokens=900, ignore_eos=True)
 
@@ -39,19 +40,20 @@ async def long_requests(engine: InferenceEngine) -> list[asyncio.Task[object]]:
     return tasks
 
 
-@pytest.mark.parametrize(("number", "bound"), [(signal.SIGKILL, 3.0), (signal.SIGSTOP, 6.0)])
+@pytest.mark.parametrize(
+    ("number", "reason"), [(signal.SIGKILL, "was killed by SIGKILL"), (signal.SIGSTOP, r"was silent for 2\.\d s")]
+)
 async def test_every_waiter_hears_of_a_dead_or_frozen_host_and_the_trainer_lives_on(
-    open_engine: OpenEngine, number: signal.Signals, bound: float
+    open_engine: OpenEngine, number: signal.Signals, reason: str
 ) -> None:
     async with open_engine(isolation="process", timeouts={"heartbeat": 2.0}) as engine:
         assert engine.host_pid is not None
         host = psutil.Process(engine.host_pid)
         tasks = await long_requests(engine)
-        began = time.monotonic()
         os.kill(engine.host_pid, number)
-        async with asyncio.timeout(bound):
+        async with asyncio.timeout(HANGING):
             results = await asyncio.gather(*tasks, return_exceptions=True)
-        assert time.monotonic() - began < bound
+        assert re.search(reason, str(results[0]))
         kinds = [type(result) for result in results]
         assert kinds[:2] == [EngineDied, EngineDied]
         assert kinds[2] in (EngineDied, EngineStateError)
@@ -72,7 +74,7 @@ async def test_teardown_leaves_nothing_behind(open_engine: OpenEngine) -> None:
     for _ in range(3):
         async with open_engine(isolation="process") as engine:
             waiting = asyncio.create_task(engine.generate("in flight", LONG))
-            await asyncio.sleep(0.3)
+            await until_running(engine, 1)
         assert (await waiting).completions[0].finish_reason.value == "abort"
         await engine.teardown()
     assert len(me.children(recursive=True)) == children
@@ -142,6 +144,6 @@ def test_the_host_sees_the_gpu_variables_as_they_are_and_goes_when_the_trainer_i
         assert host.environ()["CUDA_VISIBLE_DEVICES"] == "3,1"
         trainer.kill()
         trainer.wait()
-    gone, alive = psutil.wait_procs([host], timeout=10)
+    gone, alive = psutil.wait_procs([host], timeout=60)
     assert not alive, alive
     assert gone

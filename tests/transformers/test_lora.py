@@ -38,7 +38,7 @@ from drivetrain_conformance.assets.made_adapters import make_adapter
 from drivetrain_transformers.lora import _shapes
 from drivetrain_weight_sync import AdapterTensors, LoraSync, WeightSync
 from drivetrain_weight_sync.receiver import received_adapters
-from engines import OpenEngine
+from engines import OpenEngine, until_running
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -140,7 +140,7 @@ async def test_an_unloaded_adapter_is_refused_and_the_base_is_as_before(
         task = asyncio.create_task(
             engine.generate("x", SamplingParams(max_new_tokens=300, ignore_eos=True), lora="a", request_ids=["r"])
         )
-        await asyncio.sleep(0.05)
+        await until_running(engine, 1)
         with pytest.raises(EngineBusy, match="1 requests under way"):
             await engine.unload_lora_adapter("a")
         await engine.abort("r")

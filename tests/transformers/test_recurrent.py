@@ -25,11 +25,13 @@ from drivetrain import (
 from drivetrain.testing import tiny_model
 from drivetrain.testing.byte_tokenizer import byte_tokenizer
 from drivetrain_weight_sync import WeightSync
-from engines import until_running
+from engines import until_generating
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 PROMPTS = [[5, 7, 11], list(range(30, 70)), [4], [8, 3] * 30]
 """Rows shorter and longer than a convolution's kernel."""
+ROWS = len(PROMPTS) + 1
+"""Rows of an engine: one more, for the request by which a test tells that all others have a token."""
 SHORT = SamplingParams(max_new_tokens=20, logprobs=0, ignore_eos=True)
 LONG = SamplingParams(max_new_tokens=250, logprobs=0, ignore_eos=True)
 
@@ -42,7 +44,7 @@ def model(request: pytest.FixtureRequest) -> Path:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(model: Path) -> AsyncIterator[InferenceEngine]:
-    async with create_engine("transformers", model=str(model), max_num_seqs=4, device="cpu") as engine:
+    async with create_engine("transformers", model=str(model), max_num_seqs=ROWS, device="cpu") as engine:
         yield engine
 
 
@@ -68,8 +70,7 @@ def changed(model: Path) -> PreTrainedModel:
 async def frozen(engine: InferenceEngine, mode: PauseMode) -> asyncio.Task[GenerationOutput]:
     """Start long requests and freeze them once they run."""
     task = asyncio.create_task(engine.generate(PROMPTS, LONG))
-    await until_running(engine, len(PROMPTS))
-    await asyncio.sleep(0.05)
+    await until_generating(engine, len(PROMPTS))
     await engine.pause_generation(mode)
     return task
 
@@ -139,7 +140,7 @@ async def test_a_prompt_that_comes_again_and_a_further_turn_reuse_states(engine:
 
 async def test_a_push_in_flight_continues_with_the_new_weights(model: Path) -> None:
     policy = changed(model)
-    async with create_engine("transformers", model=str(model), max_num_seqs=4, device="cpu") as engine:
+    async with create_engine("transformers", model=str(model), max_num_seqs=ROWS, device="cpu") as engine:
         task = await frozen(engine, PauseMode.RETRACT)
         async with WeightSync.connect(policy, engine) as sync:
             await sync.push(version="step-1")

@@ -37,7 +37,7 @@ from drivetrain import (
 from drivetrain.testing import tiny_model
 from drivetrain.types.weights import PrepareUpdate, WeightMessage, WeightReply
 from drivetrain_weight_sync import LogprobProbe, WeightSync
-from engines import HANGING, OpenEngine, until_running
+from engines import HANGING, OpenEngine, until_generating
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -134,8 +134,7 @@ async def test_an_update_while_requests_are_in_flight(engine: InferenceEngine, m
     sync = WeightSync.connect(new, engine, mode=mode)
     params = SamplingParams(max_new_tokens=LONG, logprobs=0, ignore_eos=True)
     task = asyncio.create_task(engine.generate(["first", "second prompt"], params))
-    await until_running(engine, 2)
-    await asyncio.sleep(0.1)
+    await until_generating(engine, 2)
     await sync.push(version="new")
     assert engine.state is EngineState.READY
     completions = (await asyncio.wait_for(task, HANGING)).completions
@@ -234,8 +233,7 @@ async def test_requests_stay_frozen_when_an_update_in_one_call_fails(
 ) -> None:
     policy = trained(model, 9)
     in_flight = asyncio.create_task(engine.generate("in flight", SamplingParams(max_new_tokens=LONG, ignore_eos=True)))
-    await until_running(engine, 1)
-    await asyncio.sleep(0.1)
+    await until_generating(engine, 1)
 
     async with WeightSync.connect(policy, engine, mode=PauseMode.IN_PLACE) as sync:
         with monkeypatch.context() as patch:
@@ -377,7 +375,7 @@ async def test_an_update_that_breaks_off_leaves_the_engine_dirty_until_a_full_pu
     in_flight = asyncio.create_task(
         engine.generate("in flight", SamplingParams(max_new_tokens=LONG, logprobs=0, ignore_eos=True))
     )
-    await asyncio.sleep(0.1)
+    await until_generating(engine, 1)
     request = WeightUpdateRequest(version="broken", source=DiskSource(path=str(tmp_path)))
 
     async def break_off() -> None:

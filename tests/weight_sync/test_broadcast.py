@@ -94,7 +94,7 @@ def test_a_trainer_that_leaves_stops_waiting_for_an_engine_that_does_not_come() 
         assert not joining.done()
         sender.leave()
         with pytest.raises(WeightTransferFailed, match="left the group"):
-            joining.result(timeout=5)
+            joining.result(timeout=60)
 
 
 def test_a_rank_outside_of_the_group_is_refused(free_port: int) -> None:
@@ -140,7 +140,7 @@ def test_a_trainer_that_is_killed_is_noticed_at_once() -> None:
             assert not receiving.done()
             trainer.kill()
             with pytest.raises(WeightTransferFailed, match="a rank is gone"):
-                receiving.result(timeout=5)
+                receiving.result(timeout=60)
 
 
 def test_a_rank_that_leaves_gives_its_broadcast_up() -> None:
@@ -152,7 +152,7 @@ def test_a_rank_that_leaves_gives_its_broadcast_up() -> None:
             time.sleep(0.2)
             group.leave()
             with pytest.raises(WeightTransferFailed, match="left the group"):
-                receiving.result(timeout=5)
+                receiving.result(timeout=60)
         with pytest.raises(WeightTransferFailed, match="left the group"):
             group.broadcast(torch.empty(1, dtype=torch.uint8))
         trainer.kill()

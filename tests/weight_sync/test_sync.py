@@ -734,26 +734,28 @@ async def test_closing_cancels_a_transfer() -> None:
 async def test_a_cancelled_push_leaves_nothing_running_and_the_next_works() -> None:
     trained, served = Model(1), Model(2)
     reads: list[str] = []
-    slow = True
+    reached, given_up = threading.Event(), threading.Event()
 
     def slowly() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in tensors_of(trained).items():
             reads.append(name)
-            if slow:
-                time.sleep(0.01)
+            if len(reads) == 3:
+                reached.set()
+                assert given_up.wait(60)
             yield name, tensor
 
     async with WeightSync.connect(slowly, InlineEngine(served), "shared_memory") as sync:
         push = asyncio.create_task(sync.push(version="one"))
-        await asyncio.sleep(0.05)
+        assert await asyncio.to_thread(reached.wait, 60)
         push.cancel()
+        await asyncio.sleep(0)
+        given_up.set()
         with pytest.raises(asyncio.CancelledError):
             await push
         read = len(reads)
         assert read < len(tensors_of(trained))
         await asyncio.sleep(0.05)
         assert len(reads) == read
-        slow = False
         await sync.push(version="two")
     assert not differing(tensors_of(served), tensors_of(trained))
 

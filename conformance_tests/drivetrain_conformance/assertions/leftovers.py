@@ -55,11 +55,15 @@ class Holdings:
             "processes": self.children - before.children,
             "threads": sorted((self.threads - before.threads).elements()),
             "temporary files": self.temporary_files - before.temporary_files,
-            "shared memory": {name for name in self.shared_memory - before.shared_memory if not _is_anothers(name)},
+            "shared memory": self.shared_memory_since(before),
             "open files": max(0, self.open_files - before.open_files),
             "connections": max(0, self.connections - before.connections),
         }
         return "; ".join(f"{what}: {held}" for what, held in found.items() if held)
+
+    def shared_memory_since(self, before: Holdings) -> set[str]:
+        """Return the files of shared memory that are new since then and that no other live process uses."""
+        return {name for name in self.shared_memory - before.shared_memory if not _is_anothers(name)}
 
 
 async def check_nothing_left(before: Holdings, within: float = 10.0) -> None:

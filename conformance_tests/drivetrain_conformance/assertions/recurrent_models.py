@@ -80,7 +80,7 @@ async def _check_an_abort(bench: Bench, engine: InferenceEngine, model: Path) ->
     """Check the row that takes the place of an aborted one, and a row that joins then."""
     prompts = [bench.prompt(length, engine) for length in (30, 12, 20)]
     params = _params(engine, _LONG)
-    async with bench.in_flight(prompts[:2], params, engine, after=0.0, request_ids=["one", "other"]) as task:
+    async with bench.in_flight(prompts[:2], params, engine, tokens=0, request_ids=["one", "other"]) as task:
         await engine.abort("one")
         joined = await _answers(engine, prompts[2:], 12)
         async with asyncio.timeout(_BOUND):
@@ -92,7 +92,7 @@ async def _check_freezes(bench: Bench, engine: InferenceEngine, model: Path) -> 
     """Check that rows continue where they were after each kind of freeze."""
     for mode in (mode for needed, mode in _FREEZES.items() if engine.supports(needed)):
         prompts = [bench.prompt(length, engine) for length in (25, 6)]
-        async with bench.in_flight(prompts, _params(engine, _LONG), engine, after=0.0) as task:
+        async with bench.in_flight(prompts, _params(engine, _LONG), engine, tokens=0) as task:
             await engine.pause_generation(mode)
             await engine.continue_generation()
             async with asyncio.timeout(_BOUND):

@@ -17,12 +17,12 @@ from drivetrain.engine.states import EngineState
 from drivetrain.engine.weight_transaction import WeightTransaction
 from drivetrain.errors import DrivetrainError, EngineStateError
 from drivetrain.types.modes import PauseMode
-from drivetrain.types.outputs import Completion, VersionSpan
+from drivetrain.types.outputs import Completion, FinishReason, VersionSpan
 from drivetrain.types.weights import DiskSource, WeightUpdateRequest
 from drivetrain_conformance.assertions.refusals import raises
 from drivetrain_conformance.assertions.same_answers import check_greedy, check_same, gaps
 from drivetrain_conformance.assets.weight_sources import nowhere, raw_bytes
-from drivetrain_conformance.harness.testbench import Bench
+from drivetrain_conformance.harness.testbench import Bench, TooLate
 from drivetrain_conformance.references.oracle import CacheOracle, log_softmax
 from drivetrain_conformance.references.tolerances import rounding_explains
 
@@ -204,15 +204,17 @@ async def update_in_flight(bench: Bench, mode: PauseMode) -> Updated:
     await same_label_again(engine)
     params = bench.long(TOKENS, logprobs=0, logprobs_mode="raw")
     async with bench.in_flight(bench.prompts(2), params) as running, Late(bench) as late:
-        await bench.greedy(bench.prompts(1), 2)  # a clock: by then each of the others has a token
         async with engine.weight_update(from_disk(bench.other_weights(), mode=mode)) as update:
             late.arrive()
             await load_all(update)
             assert await late.is_held(), "a request was served in the middle of an update"
+            ended = running.done() and mode in (PauseMode.RETRACT, PauseMode.IN_PLACE)
         check_state(engine, EngineState.READY)
         assert not engine.is_paused, "the update left the engine paused"
         async with asyncio.timeout(60):
             completions = (await running).completions
+        if ended and all(completion.finish_reason is not FinishReason.ABORT for completion in completions):
+            raise TooLate("the requests ended before the update")
         return Updated(old, completions, await late.completion())
 
 

@@ -12,9 +12,9 @@ from drivetrain.types.sampling import LogprobsMode, SamplingParams
 from drivetrain_conformance.assertions.refusals import refused
 from drivetrain_conformance.assertions.same_answers import check_prefix, check_same
 from drivetrain_conformance.harness.case import case
-from drivetrain_conformance.harness.testbench import Bench, end_requests, until_idle, until_running
+from drivetrain_conformance.harness.testbench import Bench, TooLate, end_requests, in_time, until_idle, until_running
 
-BOUND: Final = 30.0
+BOUND: Final = 60.0
 """Timeout, in seconds, for aborted requests to come back; milliseconds are normal."""
 NOBODY: Final = "an id that no request has"
 TOKENS: Final = 250
@@ -30,9 +30,10 @@ async def one_of_several_ends_and_the_others_go_on(bench: Bench) -> None:
     whole = (await engine.generate(prompts, params)).completions
     async with bench.in_flight(prompts, params, request_ids=["a", "b", "c"]) as task:
         await engine.abort("b")
-        async with asyncio.timeout(BOUND * 2):
+        async with asyncio.timeout(BOUND):
             first, aborted, last = (await task).completions
-    assert aborted.finish_reason is FinishReason.ABORT
+    with in_time(aborted):
+        assert aborted.finish_reason is FinishReason.ABORT
     assert aborted.matched_stop is None
     assert 0 < len(aborted.token_ids) < len(whole[1].token_ids)
     check_prefix(bench, aborted, whole[1])
@@ -51,10 +52,13 @@ async def an_id_that_begins_another_aborts_only_its_own(bench: Bench) -> None:
             with refused(InvalidRequest, field="request_id", otherwise=f"abort({no_id!r}) was taken"):
                 await engine.abort(no_id)
         await engine.abort("req-1")
-        async with asyncio.timeout(BOUND * 2):
-            reasons = [completion.finish_reason for completion in (await task).completions]
+        async with asyncio.timeout(BOUND):
+            completions = (await task).completions
+    reasons = [completion.finish_reason for completion in completions]
     ended = [request_id for request_id, reason in zip(ids, reasons, strict=True) if reason is FinishReason.ABORT]
-    assert ended == ["req-1"], f"aborting 'req-1' ended others: {ended}"
+    assert ended in ([], ["req-1"]), f"aborting 'req-1' ended others: {ended}"
+    with in_time(completions[0]):
+        assert ended, "aborting 'req-1' did not end it"
 
 
 @case(Capability.ABORT)
@@ -67,14 +71,17 @@ async def a_prompts_samples_end_together_or_one_by_one(bench: Bench) -> None:
         await engine.abort("group")
         async with asyncio.timeout(BOUND):
             samples = (await task).completions
-    assert [sample.finish_reason for sample in samples] == [FinishReason.ABORT] * 3
+    with in_time(*samples):
+        assert [sample.finish_reason for sample in samples] == [FinishReason.ABORT] * 3
     one = samples[1].request_id
     async with bench.in_flight([prompt], bench.long(TOKENS, n=3), request_ids=["group"]) as task:
         await engine.abort(one)
-        async with asyncio.timeout(BOUND * 2):
+        async with asyncio.timeout(BOUND):
             samples = (await task).completions
     ended = [sample.request_id for sample in samples if sample.finish_reason is FinishReason.ABORT]
-    assert ended == [one], f"aborting the sample {one!r} ended {ended}"
+    assert ended in ([], [one]), f"aborting the sample {one!r} ended {ended}"
+    with in_time(samples[1]):
+        assert ended, f"aborting the sample {one!r} did not end it"
 
 
 @case(Capability.ABORT)
@@ -93,7 +100,8 @@ async def all_end_and_new_requests_are_served(bench: Bench) -> None:
     finally:
         await end_requests(engine, task)
     others = {completion.finish_reason for completion in ended} - {FinishReason.ABORT}
-    assert not others, f"of {len(many)} requests some ended by {others}"
+    with in_time(*ended):
+        assert not others, f"of {len(many)} requests some ended by {others}"
     await until_idle(engine)
     check_same(bench, await bench.greedy(prompts), before)
 
@@ -110,7 +118,7 @@ async def what_waits_its_turn_can_be_aborted(bench: Bench) -> None:
     await engine.abort(NOBODY)
     prompts = bench.prompts(3)
     before = await bench.greedy(prompts)
-    async with bench.in_flight(prompts[:1], bench.long()) as running:
+    async with bench.in_flight(prompts[:1], bench.long(), tokens=0) as running:
         waiting = [
             asyncio.create_task(engine.generate(prompt, bench.long(), request_ids=[request_id]))
             for prompt, request_id in zip(prompts[1:], ("second", "third"), strict=True)
@@ -118,12 +126,14 @@ async def what_waits_its_turn_can_be_aborted(bench: Bench) -> None:
         try:
             async with asyncio.timeout(BOUND):
                 while (await engine.stats()).waiting < 2:
-                    assert not running.done(), "the request that runs ended before the others had come"
+                    if running.done():
+                        raise TooLate("the request that runs ended before the others had come")
                     await asyncio.sleep(0.002)
                 await engine.abort("second")
                 ended = (await waiting[0]).completions
-                assert not running.done()
-                assert not waiting[1].done()
+                with in_time(running):
+                    assert not running.done()
+                    assert not waiting[1].done()
                 await engine.abort_generation()
                 ended += (await waiting[1]).completions
                 (stopped,) = (await running).completions
@@ -132,7 +142,8 @@ async def what_waits_its_turn_can_be_aborted(bench: Bench) -> None:
                 task.cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
     assert [(completion.finish_reason, completion.token_ids) for completion in ended] == [(FinishReason.ABORT, [])] * 2
-    assert stopped.finish_reason is FinishReason.ABORT
+    with in_time(stopped):
+        assert stopped.finish_reason is FinishReason.ABORT
     check_same(bench, await bench.greedy(prompts), before)
     if bench.claims(Capability.VERSION_SPANS):
         await _waits_for_a_new_label(bench)
@@ -187,7 +198,9 @@ async def ids_that_are_not_running_are_passed_over(bench: Bench) -> None:
         await engine.abort("once")
         await engine.abort("once")
         async with asyncio.timeout(BOUND):
-            assert (await task).completions[0].finish_reason is FinishReason.ABORT
+            (completion,) = (await task).completions
+        with in_time(completion):
+            assert completion.finish_reason is FinishReason.ABORT
     await engine.abort("once")
     check_same(bench, (await engine.generate(prompt, params, request_ids=["once"])).completions, first)
 
@@ -202,7 +215,7 @@ async def a_stream_ends_with_its_completion(bench: Bench) -> None:
     whole = (await engine.generate(prompts, params)).completions
     chunks: list[CompletionChunk] = []
     shown = 0
-    async with asyncio.timeout(BOUND * 2):
+    async with asyncio.timeout(BOUND):
         async for chunk in engine.generate_stream(prompts, params, request_ids=["goes", "stays"]):
             chunks.append(chunk)
             before, shown = shown, shown + len(chunk.token_ids) * (chunk.prompt_index == 0)
@@ -213,7 +226,8 @@ async def a_stream_ends_with_its_completion(bench: Bench) -> None:
         assert [chunk.completion is not None for chunk in own] == [False] * (len(own) - 1) + [True]
         completion = own[-1].completion
         assert completion is not None
-        assert completion.finish_reason is reason
+        with in_time(completion):
+            assert completion.finish_reason is reason
         assert [token for chunk in own for token in chunk.token_ids] == completion.token_ids
         assert "".join(chunk.text for chunk in own) == completion.text
         check_prefix(bench, completion, whole[index])
@@ -236,10 +250,11 @@ async def an_abort_right_after_submission_is_not_lost(bench: Bench) -> None:
                 (completion,) = (await task).completions
         finally:
             await end_requests(engine, task)
-        assert completion.finish_reason is FinishReason.ABORT, (
-            f"aborted {turns} turns of the event loop after it was submitted, it made {len(completion.token_ids)} "
-            f"tokens and ended by {completion.finish_reason.value}"
-        )
+        with in_time(completion):
+            assert completion.finish_reason is FinishReason.ABORT, (
+                f"aborted {turns} turns of the event loop after it was submitted, it made {len(completion.token_ids)} "
+                f"tokens and ended by {completion.finish_reason.value}"
+            )
 
 
 @case(Capability.ABORT, Capability.LOGPROBS_RAW)
@@ -254,7 +269,8 @@ async def logprobs_of_an_aborted_request_belong_to_its_tokens(bench: Bench) -> N
         async with asyncio.timeout(BOUND):
             aborted = (await task).completions
     for part, complete in zip(aborted, whole, strict=True):
-        assert part.finish_reason is FinishReason.ABORT
+        with in_time(part):
+            assert part.finish_reason is FinishReason.ABORT
         assert part.token_ids
         assert part.logprobs is not None
         check_prefix(bench, part, complete)
@@ -275,7 +291,8 @@ async def versions_of_an_aborted_request_cover_its_tokens(bench: Bench) -> None:
     finally:
         await engine.update_weight_version(own)
     for completion in aborted:
-        assert completion.finish_reason is FinishReason.ABORT
+        with in_time(completion):
+            assert completion.finish_reason is FinishReason.ABORT
         assert completion.weight_versions == (VersionSpan("a label", 0, len(completion.token_ids)),)
 
 

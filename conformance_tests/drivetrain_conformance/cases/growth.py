@@ -101,7 +101,7 @@ async def _requests_of_every_kind(bench: Bench, prompts: Sequence[list[int]]) ->
         async for _ in engine.generate_stream(prompts[1], SamplingParams(max_new_tokens=3)):
             pass
     if bench.claims(Capability.ABORT):
-        async with bench.in_flight([prompts[2]], long, after=0.0, request_ids=["aborted"]) as aborted:
+        async with bench.in_flight([prompts[2]], long, tokens=0, request_ids=["aborted"]) as aborted:
             await engine.abort("aborted")
             await aborted
     for capability, mode in _FREEZES:

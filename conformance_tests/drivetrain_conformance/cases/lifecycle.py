@@ -51,7 +51,7 @@ from drivetrain_conformance.assets.made_adapters import make_adapter
 from drivetrain_conformance.assets.served_models import ModelKind, copy_model
 from drivetrain_conformance.assets.weight_sources import raw_bytes, tensors_of
 from drivetrain_conformance.harness.case import case
-from drivetrain_conformance.harness.testbench import Bench, NoOracle, end_requests, ordinary_ids
+from drivetrain_conformance.harness.testbench import Bench, NoOracle, end_requests, in_time, ordinary_ids
 from drivetrain_conformance.references.oracle import log_softmax
 
 BOUND: Final = 60.0
@@ -588,7 +588,8 @@ async def closing_returns_requests_in_flight(bench: Bench) -> None:
             async with asyncio.timeout(BOUND):
                 await asyncio.gather(engine.teardown(), engine.teardown())
             completions = (await asyncio.wait_for(task, BOUND)).completions
-    assert [completion.finish_reason for completion in completions] == [FinishReason.ABORT] * 4
+    with in_time(*completions):
+        assert [completion.finish_reason for completion in completions] == [FinishReason.ABORT] * 4
     lengths = [len(completion.token_ids) for completion in completions]
     assert max(lengths) < 800, f"aborted, and whole: {lengths} of 800 tokens"
     assert any(lengths), "none has a token, though at least one was being generated"  # others may have waited

@@ -47,7 +47,7 @@ from drivetrain_conformance.assets.made_adapters import (
 from drivetrain_conformance.assets.served_models import ModelKind, Models
 from drivetrain_conformance.assets.weight_sources import with_another_digest
 from drivetrain_conformance.harness.case import case
-from drivetrain_conformance.harness.testbench import Bench
+from drivetrain_conformance.harness.testbench import Bench, in_time
 from drivetrain_conformance.references.oracle import HiddenStatesOracle, log_softmax
 from drivetrain_conformance.references.reference_sampling import steps
 from drivetrain_weight_sync import AdapterTensors, LoraSync, Strategy
@@ -653,8 +653,8 @@ async def an_adapter_in_use_is_not_unloaded(bench: Bench) -> None:
     """Unloading an adapter that requests in flight use is refused; they, and later requests, keep using it."""
     made = _make(bench, seed=1)
     async with _loaded(bench, a=made):
-        async with bench.in_flight(bench.prompts(2), bench.long(ignore_eos=True), lora="a"):
-            with refused(EngineBusy, naming="2 requests"):
+        async with bench.in_flight(bench.prompts(2), bench.long(ignore_eos=True), lora="a") as flying:
+            with in_time(flying), refused(EngineBusy, naming="2 requests"):
                 await bench.engine.unload_lora_adapter("a")
             _assert_made_by(bench, await _answers(bench, bench.prompts(1), "a"), made)
     with refused(InvalidRequest, field="lora"):
@@ -666,12 +666,13 @@ async def an_adapter_whose_unload_is_given_up_is_served(bench: Bench) -> None:
     """An unload that is cancelled while it waits for a pause to end changes nothing."""
     engine, made = bench.engine, _make(bench, seed=1)
     async with _loaded(bench, a=made):
-        async with bench.in_flight(bench.prompts(2), bench.long(ignore_eos=True)):
+        async with bench.in_flight(bench.prompts(2), bench.long(ignore_eos=True)) as flying:
             pausing = asyncio.create_task(engine.pause_generation(PauseMode.WAIT))
             await asyncio.sleep(0.1)
             unloading = asyncio.create_task(engine.unload_lora_adapter("a"))
             await asyncio.sleep(0.1)
-            assert not unloading.done(), "the adapter was unloaded while a pause waited for requests"
+            with in_time(flying):
+                assert not unloading.done(), "the adapter was unloaded while a pause waited for requests"
             unloading.cancel()
             await asyncio.wait([unloading])
         await pausing
@@ -712,7 +713,7 @@ async def an_adapter_that_cannot_be_updated_serves_on(bench: Bench) -> None:
             await bench.engine.update_named_weights(update(str(bench.folder("adapter")), PauseMode.WAIT))
         async with bench.in_flight(prompts, bench.long(200, ignore_eos=True), lora="a") as flying:
             for mode in (PauseMode.RETRACT, PauseMode.IN_PLACE):
-                with refused(EngineBusy, naming="2 requests"):
+                with in_time(flying), refused(EngineBusy, naming="2 requests"):
                     await bench.engine.update_named_weights(update(newer.path, mode))
             assert bench.engine.get_weight_version() == version
             _assert_made_by(bench, await _answers(bench, prompts, "a"), made)
@@ -896,7 +897,7 @@ async def _check_requests_in_flight(bench: Bench, made: _Made, newer: _Made) -> 
     async with bench.in_flight(prompts, bench.long(200, ignore_eos=True), lora="a") as flying:
         for mode in (PauseMode.RETRACT, PauseMode.IN_PLACE):
             async with pushed_unchecked(engine, "a", adapter, mode) as request:
-                with refused(EngineBusy, naming="2 requests"):
+                with in_time(flying), refused(EngineBusy, naming="2 requests"):
                     await engine.update_named_weights(request)
         _assert_made_by(bench, await _answers(bench, prompts, "a"), made)
         async with pushed_unchecked(engine, "a", adapter) as request:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import io
 import itertools
@@ -34,7 +33,7 @@ from drivetrain_conformance.assets.made_adapters import change_adapter, has_laye
 from drivetrain_conformance.assets.served_models import ModelKind
 from drivetrain_conformance.assets.weight_sources import raw_bytes, tensors_of
 from drivetrain_conformance.harness.case import case
-from drivetrain_conformance.harness.testbench import Bench, NoOracle, end_requests, until_running
+from drivetrain_conformance.harness.testbench import Bench, NoOracle, check_held, end_requests, in_time, until_running
 from drivetrain_conformance.references.oracle import Film, ImagesOracle, Logits, VideosOracle, log_softmax
 from drivetrain_conformance.references.reference_sampling import steps
 
@@ -339,14 +338,11 @@ async def an_update_in_flight_sees_an_image_anew(bench: Bench) -> None:
     """A request retracted for an update goes on as if the new weights had seen its image and read its tokens."""
     other, params = bench.other_weights(), bench.long(160, logprobs=0)
     images, *_ = await _seen_to_the_end(bench, params, lambda side: ([_png(_pattern, side, 84)], []))
-    task = await until_running(bench.engine, 1, lambda: bench.engine.generate(_with_images(images), params))
-    try:
-        await asyncio.sleep(0.05)
+    async with bench.in_flight([_with_images(images)], params) as task:
         await bench.engine.load_weights_from_disk(str(other), "new", mode=PauseMode.RETRACT)
         (completion,) = (await task).completions
-    finally:
-        await end_requests(bench.engine, task)
-    assert [span.version for span in completion.weight_versions][1:] == ["new"], "it had ended before the update"
+    with in_time(completion):
+        assert [span.version for span in completion.weight_versions][1:] == ["new"], "it had ended before the update"
     switch = completion.weight_versions[0].end
     rows = log_softmax(_output_logits(bench, completion, images, other))
     assert completion.logprobs is not None
@@ -722,15 +718,11 @@ async def _check_retracted(bench: Bench, of_side: Callable[[int], tuple[Sequence
     params = bench.long(160, logprobs=0)
     images, videos, whole = await _seen_to_the_end(bench, params, of_side)
     prompt = _with_images(images) if images else _with(videos=videos)
-    task = await until_running(bench.engine, 1, lambda: bench.engine.generate(prompt, params))
-    try:
-        await asyncio.sleep(0.05)
+    async with bench.in_flight([prompt], params) as task:
         await bench.engine.pause_generation(PauseMode.RETRACT)
-        assert not task.done(), "it had ended before it could be retracted"
+        await check_held(bench.engine, task)
         await bench.engine.continue_generation()
         (completion,) = (await task).completions
-    finally:
-        await end_requests(bench.engine, task)
     assert len(completion.token_ids) == len(whole.token_ids)
     _check_seen(bench, completion, images, videos=videos)
 

@@ -248,7 +248,9 @@ async def a_pause_holds_every_replica(bench: Bench) -> None:
     async with bench.open(data_parallel_size=2) as engine:
         prompts = bench.prompts(16, engine=engine)
         early = asyncio.create_task(bench.greedy(prompts, TOKENS, engine))
-        await asyncio.sleep(0.01)
+        async with asyncio.timeout(BOUND):
+            while engine.parts.in_flight.running < len(prompts) and not early.done():  # noqa: ASYNC110
+                await asyncio.sleep(0)
         pausing = asyncio.create_task(engine.pause_generation(PauseMode.WAIT))
         async with asyncio.timeout(BOUND):
             while not engine.is_paused:  # noqa: ASYNC110 - there is no event to wait for

@@ -15,19 +15,17 @@ from drivetrain.engine.validation import MODE_CAPABILITY
 from drivetrain.errors import DeadlineExceeded, EngineStateError, InvalidRequest
 from drivetrain.types.capability import Capability
 from drivetrain.types.modes import PauseMode
-from drivetrain.types.outputs import CompletionChunk, FinishReason, GenerationOutput
+from drivetrain.types.outputs import Completion, CompletionChunk, FinishReason, GenerationOutput
 from drivetrain.types.sampling import LogprobsMode, SamplingParams, TemperatureSchedule
 from drivetrain_conformance.assertions.refusals import refused
 from drivetrain_conformance.assertions.same_answers import check_prefix, check_same
 from drivetrain_conformance.harness.case import case
-from drivetrain_conformance.harness.testbench import Bench, in_time, until_idle
+from drivetrain_conformance.harness.testbench import Bench, TooLate, check_held, in_time, until_idle
 
 _T = TypeVar("_T")
 
 BOUND: Final = 60.0
 """Timeout, in seconds, of each wait."""
-SOON: Final = 10.0
-"""Timeout, in seconds, for a request that has already ended to return."""
 QUIET: Final = 0.1
 """Seconds during which nothing may happen: long enough for a request of a few tokens to finish."""
 TOKENS: Final = 250
@@ -47,15 +45,13 @@ async def abort_ends_requests_in_flight(bench: Bench) -> None:
     async with bench.in_flight(prompts, params) as task:
         await engine.pause_generation(PauseMode.ABORT)
         _check_paused(engine, PauseMode.ABORT)
-        ended = await _result(task, within=SOON)
+        ended = await _result(task)
         await engine.pause_generation(PauseMode.ABORT)
         async with _arrival(bench):
             await engine.continue_generation()
     _check_running(engine)
     for part, complete in zip(ended.completions, whole.completions, strict=True):
-        assert part.finish_reason is FinishReason.ABORT
-        assert 0 < len(part.token_ids) < len(complete.token_ids)
-        check_prefix(bench, part, complete)
+        _check_cut(bench, part, complete)
 
 
 @case(Capability.PAUSE_WAIT)
@@ -77,7 +73,7 @@ async def wait_lets_requests_in_flight_end(bench: Bench) -> None:
     async with _arrival(bench):
         assert not await _result(pausing), "the pause returned while requests were in flight"
         _check_paused(engine, PauseMode.WAIT)
-        ended = await _result(task, within=SOON)
+        ended = await _result(task)
         await engine.pause_generation(PauseMode.WAIT)
         await engine.continue_generation()
     _check_running(engine)
@@ -230,6 +226,7 @@ async def one_freeze_can_follow_the_other(bench: Bench) -> None:
             for mode in modes:
                 await engine.pause_generation(mode)
             _check_paused(engine, PauseMode.RETRACT)  # a cache that was released does not come back
+            await check_held(engine, task)
             await asyncio.sleep(QUIET)
             assert not task.done()
             stats = await engine.stats()
@@ -248,7 +245,7 @@ async def many_pauses_change_no_token(bench: Bench) -> None:
     await _can_pause(engine, *modes)
     prompts, params = bench.prompts(3), _long(bench)
     whole = await engine.generate(prompts, params)
-    async with bench.in_flight(prompts, params, after=0.0) as task:
+    async with bench.in_flight(prompts, params, tokens=0) as task:
         for turn in range(bench.profile.cycles):
             await engine.pause_generation(modes[turn % 2])
             await engine.continue_generation()
@@ -279,6 +276,7 @@ async def waiting_for_frozen_requests_is_refused(bench: Bench) -> None:
     whole = await engine.generate(prompts, params)
     async with bench.in_flight(prompts, params) as task:
         await engine.pause_generation(PauseMode.IN_PLACE)
+        await check_held(engine, task)
         with refused(EngineStateError, state="paused", otherwise="it returned, though what is in flight has not ended"):
             async with asyncio.timeout(BOUND):
                 await engine.pause_generation(PauseMode.WAIT)
@@ -395,14 +393,16 @@ async def a_pause_that_takes_too_long_leaves_the_engine_running(bench: Bench) ->
     await engine.abort("an id that no request has")
     prompts, params = bench.prompts(2), _long(bench)
     whole = await engine.generate(prompts, params)
-    async with bench.in_flight(prompts, params, after=0.0) as task:
-        with refused(DeadlineExceeded, naming="0.02 s", otherwise="the pause returned while requests were in flight"):
+    async with bench.in_flight(prompts, params, tokens=0) as task:
+        returned = "the pause returned while requests were in flight"
+        with in_time(task), refused(DeadlineExceeded, naming="0.02 s", otherwise=returned):
             async with asyncio.timeout(BOUND):
                 await engine.pause_generation(PauseMode.WAIT, timeout=0.02)
         _check_running(engine)
         async with asyncio.timeout(BOUND):
             await engine.generate(bench.prompt(), SamplingParams(max_new_tokens=1))
-        assert not task.done()
+        if task.done():
+            raise TooLate("the requests ended before the one that came after the pause")
         ended = await _result(task)
     check_same(bench, ended.completions, whole.completions)
 
@@ -418,7 +418,7 @@ async def closing_a_paused_engine_leaves_nothing_waiting(bench: Bench) -> None:
         async with asyncio.timeout(BOUND):
             await engine.teardown()
     assert engine.state is EngineState.CLOSED
-    (completion,) = (await _result(task, within=SOON)).completions
+    (completion,) = (await _result(task)).completions
     assert (completion.finish_reason, completion.token_ids) == (FinishReason.ABORT, [])
 
 
@@ -432,9 +432,10 @@ async def closing_returns_frozen_requests(bench: Bench) -> None:
         params = SamplingParams(max_new_tokens=800, temperature=0, ignore_eos=ignore_eos)
         async with bench.in_flight(bench.prompts(2, engine=engine), params, engine) as task:
             await engine.pause_generation(PauseMode.IN_PLACE)
+            await check_held(engine, task)
             async with asyncio.timeout(BOUND):
                 await engine.teardown()
-            for completion in (await _result(task, within=SOON)).completions:
+            for completion in (await _result(task)).completions:
                 assert completion.finish_reason is FinishReason.ABORT
                 assert 0 < len(completion.token_ids) < 800
 
@@ -588,6 +589,7 @@ async def _freezes(bench: Bench, mode: PauseMode) -> None:
         await engine.pause_generation(mode)
         await engine.pause_generation(mode)
         _check_paused(engine, mode)
+        await check_held(engine, task)
         stats = await engine.stats()
         assert stats.running + stats.waiting == len(prompts), f"of {len(prompts)} frozen requests it counts {stats}"
         if mode is PauseMode.IN_PLACE:
@@ -599,6 +601,14 @@ async def _freezes(bench: Bench, mode: PauseMode) -> None:
         resumed = await _result(task)
     _check_running(engine)
     check_same(bench, resumed.completions, whole.completions)
+
+
+def _check_cut(bench: Bench, part: Completion, whole: Completion) -> None:
+    """Raise unless ``part`` was aborted on its way, and begins ``whole``."""
+    with in_time(part):
+        assert part.finish_reason is FinishReason.ABORT
+    assert 0 < len(part.token_ids) < len(whole.token_ids)
+    check_prefix(bench, part, whole)
 
 
 def _long(bench: Bench) -> SamplingParams:
@@ -679,32 +689,23 @@ async def _stream_stands_still(bench: Bench, mode: PauseMode) -> None:
     prompt, params = bench.prompt(), (_with_a_state(bench) or [bench.long(TOKENS)])[-1]
     (whole,) = (await engine.generate(prompt, params)).completions
 
-    async def frozen() -> tuple[bool, list[CompletionChunk]]:
-        """Freeze a stream and continue it; return whether it had not ended by then, and its chunks."""
-        async with _streamed(engine, prompt, params) as (chunks, reading):
-            try:
-                async with asyncio.timeout(BOUND):
-                    while len(chunks) < 5 and not reading.done():  # noqa: ASYNC110 - chunks come one by one
-                        await asyncio.sleep(0.001)
-                if reading.done():
-                    reading.result()
-                await engine.pause_generation(mode)
-                await asyncio.sleep(QUIET)  # tokens made before the pause may still be on their way
-                was_in_time = not reading.done()
-                shown = sum(len(chunk.token_ids) for chunk in chunks)
-                await asyncio.sleep(3 * QUIET)
-                late = sum(len(chunk.token_ids) for chunk in chunks) - shown
-                assert late == 0, f"{late} tokens were made while the request was frozen ({mode.value})"
-                if was_in_time:
-                    assert not reading.done(), "the stream ended while its request was frozen"
-                    assert shown < len(whole.token_ids)
-            finally:
-                await engine.continue_generation()
-            await _result(reading)
-            return was_in_time, chunks
-
-    was_in_time, chunks = await in_time(frozen, lambda found: found[0])
-    assert was_in_time, "every stream ended before it was frozen"
+    async with _streamed(engine, prompt, params) as (chunks, reading):
+        try:
+            async with asyncio.timeout(BOUND):
+                while len(chunks) < 5 and not reading.done():  # noqa: ASYNC110 - chunks come one by one
+                    await asyncio.sleep(0.001)
+            await engine.pause_generation(mode)
+            await asyncio.sleep(QUIET)  # tokens made before the pause may still be on their way
+            await check_held(engine, reading)
+            shown = sum(len(chunk.token_ids) for chunk in chunks)
+            await asyncio.sleep(3 * QUIET)
+            late = sum(len(chunk.token_ids) for chunk in chunks) - shown
+            assert late == 0, f"{late} tokens were made while the request was frozen ({mode.value})"
+            assert not reading.done(), "the stream ended while its request was frozen"
+            assert shown < len(whole.token_ids)
+        finally:
+            await engine.continue_generation()
+        await _result(reading)
     last = chunks[-1].completion
     assert last is not None
     assert [token for chunk in chunks for token in chunk.token_ids] == last.token_ids
@@ -721,13 +722,11 @@ async def _abort_ends_what_is_frozen(bench: Bench, frozen: PauseMode) -> None:
         async with asyncio.timeout(BOUND):
             await engine.pause_generation(PauseMode.ABORT)
         _check_paused(engine, PauseMode.ABORT)
-        ended = await _result(task, within=SOON)
+        ended = await _result(task)
         async with _arrival(bench):
             await engine.continue_generation()
     for part, complete in zip(ended.completions, whole.completions, strict=True):
-        assert part.finish_reason is FinishReason.ABORT
-        assert 0 < len(part.token_ids) < len(complete.token_ids)
-        check_prefix(bench, part, complete)
+        _check_cut(bench, part, complete)
 
 
 async def _frozen_request_can_be_aborted(bench: Bench, mode: PauseMode) -> None:
@@ -738,14 +737,13 @@ async def _frozen_request_can_be_aborted(bench: Bench, mode: PauseMode) -> None:
     whole = (await engine.generate(prompts, params)).completions
     async with (
         bench.in_flight(prompts[:1], params, request_ids=["one"]) as one,
-        bench.in_flight(prompts[1:], params, request_ids=["other"], after=0.0) as other,
+        bench.in_flight(prompts[1:], params, request_ids=["other"]) as other,
     ):
         await engine.pause_generation(mode)
+        await check_held(engine, one, other)
         await engine.abort("one")
         (part,) = (await _result(one)).completions
-        assert part.finish_reason is FinishReason.ABORT
-        assert 0 < len(part.token_ids) < len(whole[0].token_ids)
-        check_prefix(bench, part, whole[0])
+        _check_cut(bench, part, whole[0])
         _check_paused(engine, mode)
         await asyncio.sleep(QUIET)
         assert not other.done()

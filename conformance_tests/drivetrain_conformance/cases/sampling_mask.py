@@ -24,7 +24,7 @@ from drivetrain.types.sampling import (
 from drivetrain.types.sampling_mask import SamplingMask
 from drivetrain_conformance.assertions.stop_texts import TOKENS, free_samples, pieces
 from drivetrain_conformance.harness.case import case
-from drivetrain_conformance.harness.testbench import Bench, ordinary_ids
+from drivetrain_conformance.harness.testbench import Bench, in_time, ordinary_ids
 from drivetrain_conformance.references.oracle import log_softmax
 from drivetrain_conformance.references.reference_masks import check_mask
 from drivetrain_conformance.references.reference_sampling import steps, with_effective_filters
@@ -235,7 +235,8 @@ async def an_aborted_sample_keeps_the_mask_of_its_tokens(bench: Bench) -> None:
         await bench.engine.abort("a")
         async with asyncio.timeout(_BOUND):
             completions = (await task).completions
-    assert completions[0].finish_reason is FinishReason.ABORT
+    with in_time(completions[0]):
+        assert completions[0].finish_reason is FinishReason.ABORT
     for completion in completions:
         _check(bench, completion, params)
 

@@ -25,7 +25,7 @@ from drivetrain_conformance.assertions.same_answers import check_prefix, check_s
 from drivetrain_conformance.assets.served_models import ModelKind
 from drivetrain_conformance.assets.weight_sources import tensors_of
 from drivetrain_conformance.harness.case import Hardware, case
-from drivetrain_conformance.harness.testbench import Bench
+from drivetrain_conformance.harness.testbench import Bench, check_held, in_time, until_running
 
 _T = TypeVar("_T")
 
@@ -43,8 +43,6 @@ MOST: Final = 0.9
 WRITTEN: Final = 0.7
 """The same share for a KV cache, parts of which may never have been written and so are not resident."""
 WEIGHTS, KV_CACHE, CUDA_GRAPH = MemoryTag.WEIGHTS, MemoryTag.KV_CACHE, MemoryTag.CUDA_GRAPH
-SOON: Final = 10.0
-"""Timeout, in seconds, for a request that has already ended to return."""
 SHORT: Final = SamplingParams(max_new_tokens=4, temperature=0)
 
 
@@ -290,16 +288,18 @@ async def requests_in_flight_are_not_sleeps_to_decide(bench: Bench) -> None:
     await _can_sleep(bench, KV_CACHE)
     prompts, params = bench.prompts(2), bench.long(TOKENS)
     whole = (await engine.generate(prompts, params)).completions
-    async with bench.in_flight(prompts, params, after=0.0) as task:
-        await _busy(engine.sleep([KV_CACHE]))
-        await _busy(engine.sleep([KV_CACHE], drain_timeout=0.02))
+    async with bench.in_flight(prompts, params, tokens=0) as task:
+        with in_time(task):
+            await _busy(engine.sleep([KV_CACHE]))
+            await _busy(engine.sleep([KV_CACHE], drain_timeout=0.02))
         _check_awake(engine)
         check_same(bench, (await _result(task)).completions, whole)
     async with bench.in_flight(prompts, params) as task:
         await engine.sleep([KV_CACHE], abort_first=True)
         _check_asleep(engine, {KV_CACHE})
-        for part, complete in zip((await _result(task, within=SOON)).completions, whole, strict=True):
-            assert part.finish_reason is FinishReason.ABORT
+        for part, complete in zip((await _result(task)).completions, whole, strict=True):
+            with in_time(part):
+                assert part.finish_reason is FinishReason.ABORT
             assert 0 < len(part.token_ids) < len(complete.token_ids)
             check_prefix(bench, part, complete)
         await engine.wake_up([KV_CACHE])
@@ -316,8 +316,9 @@ async def all_samples_are_aborted_before_sleep(bench: Bench) -> None:
     before = await bench.greedy(prompts)
     async with bench.in_flight(prompts, bench.long(n=4)) as task:
         await engine.sleep([KV_CACHE], abort_first=True)
-        samples = (await _result(task, within=SOON)).completions
-        assert [sample.finish_reason for sample in samples] == [FinishReason.ABORT] * 8
+        samples = (await _result(task)).completions
+        with in_time(*samples):
+            assert [sample.finish_reason for sample in samples] == [FinishReason.ABORT] * 8
         await engine.wake_up([KV_CACHE])
     stats = await engine.stats()
     assert (stats.running, stats.waiting) == (0, 0)
@@ -331,14 +332,13 @@ async def sleep_can_let_requests_end_first(bench: Bench) -> None:
     await _can_sleep(bench, KV_CACHE)
     prompts, params = bench.prompts(3), bench.long(60)
     whole = (await engine.generate(prompts, params)).completions
-    task = asyncio.create_task(engine.generate(prompts[:2], params))
-    await asyncio.sleep(0.01)
+    task = await until_running(engine, 2, lambda: engine.generate(prompts[:2], params))
     sleeping = asyncio.create_task(engine.sleep([KV_CACHE], drain_timeout=BOUND))
     await asyncio.sleep(0)
     late = asyncio.create_task(_answer_or_refusal(engine, prompts[2], params))
     await _result(sleeping)
     _check_asleep(engine, {KV_CACHE})
-    check_same(bench, (await _result(task, within=SOON)).completions, whole[:2])
+    check_same(bench, (await _result(task)).completions, whole[:2])
     await engine.wake_up([KV_CACHE])
     answer = await _result(late)
     if answer is not None:
@@ -358,6 +358,7 @@ async def retracted_requests_survive_a_sleep_of_the_cache(bench: Bench) -> None:
     whole = (await engine.generate(prompts, params)).completions
     async with bench.in_flight(prompts, params) as task:
         await engine.pause_generation(PauseMode.RETRACT)
+        await check_held(engine, task)
         await engine.sleep([KV_CACHE])
         _check_asleep(engine, {KV_CACHE})
         await asyncio.sleep(QUIET)
@@ -382,6 +383,7 @@ async def requests_frozen_in_place_keep_the_cache_awake(bench: Bench) -> None:
     whole = (await engine.generate(prompts, params)).completions
     async with bench.in_flight(prompts, params) as task:
         await engine.pause_generation(PauseMode.IN_PLACE)
+        await check_held(engine, task)
         await _busy(engine.sleep([KV_CACHE]))
         assert engine.state is EngineState.PAUSED
         assert engine.status.asleep == frozenset()

@@ -36,6 +36,8 @@ Fields = Mapping[str, object]
 
 _PATIENCE: Final = 0.3
 """A timeout, in seconds, long enough for a few tokens and too short for many."""
+_LOOKS: Final = 6
+"""Streams that are looked at after their first chunk; on a busy machine one may have ended by then."""
 
 
 @dataclass(slots=True)
@@ -117,12 +119,12 @@ async def tokens_come_while_others_are_generated(bench: Bench) -> None:
     assert len(longest.chunks) > 3, f"{len(longest.token_ids)} tokens came in {len(longest.chunks)} chunks"
     assert max(len(chunk.token_ids) for chunk in longest.chunks) <= len(longest.token_ids) // 2
 
-    async def runs_after_a_chunk() -> bool:
+    for _ in range(_LOOKS):
         async with aclosing(bench.engine.generate_stream(bench.prompt(), bench.long())) as chunks:
             await anext(chunks)
-            return (await bench.engine.stats()).running > 0
-
-    assert await in_time(runs_after_a_chunk, bool), "the first chunk came when all was generated"
+            if (await bench.engine.stats()).running:
+                return
+    raise AssertionError("the first chunk came when all was generated")
 
 
 @case(Capability.STREAMING)
@@ -280,7 +282,7 @@ async def closing_a_stream_ends_its_requests(bench: Bench) -> None:
             await anext(stream)
         beside = asyncio.create_task(bench.engine.generate([prompt], params))
         await asyncio.sleep(0)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             await stream.aclose()
         check_same(bench, (await beside).completions, alone)
         await assert_idle_soon(bench, "requests of a stream that was closed are still there")
@@ -301,7 +303,7 @@ async def cancelling_a_listener_ends_its_requests(bench: Bench) -> None:
     async with asyncio.timeout(60):
         await begun.wait()
     task.cancel()
-    done, _ = await asyncio.wait([task], timeout=30)
+    done, _ = await asyncio.wait([task], timeout=60)
     assert done, "a cancelled listener did not end"
     if not task.cancelled():
         task.result()  # it ended before the cancellation; raise its error, if any
@@ -376,11 +378,10 @@ async def answers_that_came_while_the_event_loop_was_blocked_are_kept(bench: Ben
 async def an_aborted_stream_ends_with_what_it_has(bench: Bench) -> None:
     """Aborting a streamed request ends its stream with a completion, marked aborted, of exactly what was streamed."""
     params = bench.long()
-    heard = await in_time(
-        lambda: _aborted(bench, params), lambda found: found[0].completion.finish_reason is not FinishReason.LENGTH
-    )
+    heard = await _aborted(bench, params)
     completion = heard[0].completion
-    assert completion.finish_reason is FinishReason.ABORT, "every aborted request ran to its end"
+    with in_time(completion):
+        assert completion.finish_reason is FinishReason.ABORT, "the aborted request ran to its end"
     assert 0 < len(completion.token_ids) < (params.max_new_tokens or 0)
     assert not heard[1].chunks or heard[1].chunks[-1].completion is None, "the other one was ended too"
     await assert_idle_soon(bench, "a stream that was closed is still there")

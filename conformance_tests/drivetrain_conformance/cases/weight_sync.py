@@ -98,8 +98,8 @@ from drivetrain_conformance.assets.weight_sources import (
     write_checkpoint,
 )
 from drivetrain_conformance.harness.case import Hardware, case
-from drivetrain_conformance.harness.testbench import Bench, until_idle
-from drivetrain_conformance.model.replay import Live, proceed
+from drivetrain_conformance.harness.testbench import Bench, TooLate, check_held, in_time, until_idle
+from drivetrain_conformance.model.replay import Live, proceed, settle
 from drivetrain_weight_sync import Strategy, WeightInput, WeightSync, make_plan
 from drivetrain_weight_sync.tensors.dtypes import nbytes_of
 from drivetrain_weight_sync.transports.process_groups import GroupBackend
@@ -834,7 +834,7 @@ async def a_source_that_is_written_to_during_a_push_is_found(bench: Bench) -> No
 @case(Capability.WEIGHTS_DISK, Capability.PAUSE_WAIT, own_engine=True)
 async def every_step_of_an_update_has_a_deadline(bench: Bench) -> None:
     """A step beyond timeouts.weight_update raises DeadlineExceeded; the engine is dirty only if the update began."""
-    limit, other = 0.4, bench.other_weights()
+    limit, other = 0.4 * 2**bench.attempt, bench.other_weights()
     async with bench.open(timeouts={"weight_update": limit}) as engine:
         version, prompts = engine.get_weight_version(), bench.prompts(4, engine=engine)
         long = SamplingParams(
@@ -843,11 +843,12 @@ async def every_step_of_an_update_has_a_deadline(bench: Bench) -> None:
             ignore_eos=engine.supports(Capability.IGNORE_EOS),
         )
         async with bench.in_flight(prompts, long, engine) as running:
-            with raises(DeadlineExceeded, "a wait beyond its deadline"):
+            with in_time(running), raises(DeadlineExceeded, "a wait beyond its deadline"):
                 await engine.load_weights_from_disk(str(other), "late", mode="wait")
             check_state(engine, EngineState.READY)
             assert engine.get_weight_version() == version
-            assert not running.done(), "the requests ended, so nothing was waited for"
+            if running.done():
+                raise TooLate("the requests ended, so nothing was waited for")
             check_made_by(bench, (await running).completions[:1], bench.model, engine)
         with raises(DeadlineExceeded, "a step beyond its deadline"):
             async with engine.weight_update(from_disk(other)) as update:
@@ -857,7 +858,10 @@ async def every_step_of_an_update_has_a_deadline(bench: Bench) -> None:
                     await update.load(list(range(update.buckets)) * often * more)
         check_state(engine, EngineState.DIRTY)
         assert engine.get_weight_version() == version
-        await engine.load_weights_from_disk(str(other), NEW)
+        try:
+            await engine.load_weights_from_disk(str(other), NEW)
+        except DeadlineExceeded as error:
+            raise TooLate("the machine is too busy for an update within the deadline") from error
         check_state(engine, EngineState.READY)
         assert engine.get_weight_version() == NEW
         check_made_by(bench, await bench.greedy(prompts[:3], engine=engine), other, engine)
@@ -890,7 +894,8 @@ async def requests_outlive_an_update_that_breaks_off(bench: Bench) -> None:
                 raise ConnectionError("the trainer was lost")
         await check_dirty(bench, version)
         assert await late.is_held(), "a request was served by weights of no version"
-        assert not running.done(), "requests went on with weights of no version"
+        with in_time(running):
+            assert not running.done(), "requests went on with weights of no version"
         await engine.load_weights_from_disk(str(other), "recovered")
         for completion in (await running).completions:
             check_spans(completion, version, "recovered")
@@ -980,7 +985,8 @@ async def a_new_label_divides_what_is_in_flight(bench: Bench) -> None:
         completions = (await running).completions
     await engine.update_weight_version(version)
     for completion in completions:
-        check_spans(completion, version, "renamed")
+        with in_time(completion):
+            check_spans(completion, version, "renamed")
     check_made_by(bench, completions, bench.model)
     freezing = {Capability.PAUSE_IN_PLACE: PauseMode.IN_PLACE, Capability.PAUSE_RETRACT: PauseMode.RETRACT}
     modes = [mode for needed, mode in freezing.items() if bench.claims(needed)]
@@ -1009,7 +1015,7 @@ async def a_pinned_request_is_of_its_version(bench: Bench) -> None:
     async with bench.in_flight([prompt], bench.long(TOKENS), weight_version=version) as running:
         await engine.update_weight_version("renamed")
         try:
-            with raises(WeightVersionGone, "a version that was replaced in flight"):
+            with in_time(running), raises(WeightVersionGone, "a version that was replaced in flight"):
                 await running
             with raises(WeightVersionGone, "a version that was replaced"):
                 await engine.generate(prompt, params, weight_version=version)
@@ -1026,6 +1032,9 @@ async def _renamed_while_frozen(bench: Bench, mode: PauseMode) -> tuple[Completi
         await proceed(stream, tokens=5)
         await engine.pause_generation(mode)
         await asyncio.sleep(0.1)  # let tokens that were made before the pause arrive
+        await settle(engine, stream)
+        if stream.done:
+            raise TooLate("the stream ended before it was frozen")
         before = stream.seen
         await engine.update_weight_version("renamed")
         await engine.continue_generation()
@@ -1042,7 +1051,7 @@ async def _renamed_while_frozen(bench: Bench, mode: PauseMode) -> tuple[Completi
 async def a_remote_version_is_asked_for_in_bounded_time(bench: Bench) -> None:
     """get_remote_weight_version() returns the server's answer, or raises a typed error in time if there is none."""
     ask = bench.engine.get_remote_weight_version
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         with raises(InvalidRequest, "an address that is none"):
             await ask("nowhere")
         with raises(EngineError, "a server that is not there"):
@@ -1120,7 +1129,8 @@ async def aborted_requests_are_of_the_old_weights_alone(bench: Bench) -> None:
     """Requests aborted for an update return their tokens so far, all made by the old weights and labelled so."""
     updated = await update_in_flight(bench, PauseMode.ABORT)
     for completion in updated.completions:
-        assert completion.finish_reason is FinishReason.ABORT
+        with in_time(completion):
+            assert completion.finish_reason is FinishReason.ABORT
         check_spans(completion, updated.old)
         check_logprobs(bench, completion, bench.model, completion.weight_versions[0])
     check_late(bench, updated)
@@ -1154,6 +1164,7 @@ async def requests_frozen_by_a_pause_go_on_after_it(bench: Bench) -> None:
         await engine.pause_generation("retract")
         await engine.load_weights_from_disk(str(other), NEW)
         check_state(engine, EngineState.PAUSED)
+        await check_held(engine, running)
         done, _ = await asyncio.wait([running], timeout=0.05)
         assert not done, "the update let requests go on that a pause had frozen"
         await engine.continue_generation()
@@ -1251,7 +1262,8 @@ async def _prefix_of_a_request_in_flight(bench: Bench, mode: PauseMode) -> tuple
     await one(bench, ended)
     async with bench.in_flight([prompt], bench.long(TOKENS, prompt_length=LONG_PROMPT)) as running:
         await engine.load_weights_from_disk(str(bench.other_weights()), NEW, mode=mode)
-        assert not running.done(), "the request ended before the update, so this shows nothing"
+        if running.done():
+            raise TooLate("the request ended before the update, so this shows nothing")
         await running
     await until_idle(engine)
     again = await one(bench, ended)

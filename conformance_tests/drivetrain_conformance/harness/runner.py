@@ -23,12 +23,14 @@ from drivetrain_conformance.harness.case import Case, Hardware
 from drivetrain_conformance.harness.engine_keeper import EngineKeeper
 from drivetrain_conformance.harness.run_profile import PROFILES, Profile
 from drivetrain_conformance.harness.suite import Suite
-from drivetrain_conformance.harness.testbench import Bench, Hangs, NoOracle
+from drivetrain_conformance.harness.testbench import Bench, Hangs, NoOracle, TooLate
 from drivetrain_conformance.harness.verdict import Judgement, Verdict, apply_known_failures, describe, judge
 from drivetrain_conformance.references.oracle import Oracle
 
 _T = TypeVar("_T")
 _CANCEL_SECONDS: Final = 20.0
+_ATTEMPTS: Final = 6
+"""Attempts in all of a case that comes too late: each has requests of twice the length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +122,17 @@ class Runner:
                 wanted, missing = self._keeper.fields, lacking
         elif not _has(case.hardware):
             return Judgement(Verdict.NOT_RUN, f"this machine lacks {case.hardware.value}"), None
-        model = self.models.path(kind)
+        judged, raised = self._attempt(case, self.models.path(kind), wanted, missing)
+        for attempt in range(1, _ATTEMPTS):
+            if not isinstance(raised, TooLate):
+                break
+            judged, raised = self._attempt(case, self.models.path(kind), wanted, missing, attempt)
+        return judged, (raised.__cause__ or raised) if isinstance(raised, TooLate) else raised
+
+    def _attempt(
+        self, case: Case, model: Path, wanted: Mapping[str, object], missing: frozenset[Capability], attempt: int = 0
+    ) -> tuple[Judgement, BaseException | None]:
+        """Run a case's body once, and look at the engine afterwards."""
         children = _children()
         try:
             engine: InferenceEngine | None = None
@@ -131,7 +143,7 @@ class Runner:
                 engine = self._loop.run(self._keeper.get(model, wanted))
         except Exception as error:
             return Judgement(Verdict.FAILED, f"the engine did not start: {describe(error)}"), error
-        judged, raised = self._run_body(case, self._bench(case, model, wanted, engine), missing)
+        judged, raised = self._run_body(case, self._bench(case, model, wanted, engine, attempt), missing)
         return self._looked_at_afterwards(case, judged, children), raised
 
     def _open_engine_lacks(self, case: Case) -> frozenset[Capability]:
@@ -158,7 +170,9 @@ class Runner:
         self.capability_results.claim(claimed)
         return claimed
 
-    def _bench(self, case: Case, model: Path, wanted: Mapping[str, object], engine: InferenceEngine | None) -> Bench:
+    def _bench(
+        self, case: Case, model: Path, wanted: Mapping[str, object], engine: InferenceEngine | None, attempt: int
+    ) -> Bench:
         return Bench(
             models=self.models,
             model=model,
@@ -173,6 +187,7 @@ class Runner:
             shared=engine,
             tokens_per_second=self._keeper.tokens_per_second,
             rng=random.Random(f"{self.seed} {case.id}"),
+            attempt=attempt,
         )
 
     def _run_body(
@@ -186,6 +201,8 @@ class Runner:
                 case.body(bench)
         except NoOracle:
             return Judgement(Verdict.NOT_RUN, "the suite was given no oracle to compare with"), None
+        except TooLate as late:
+            return judge(case.needs, missing, late.__cause__ or late), late
         except Exception as raised:  # judged below, whatever it is
             error = raised
         return judge(case.needs, missing, error), error

@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.errors import DrivetrainError
 from drivetrain.types.capability import Capability
 from drivetrain.types.config import Isolation
-from drivetrain.types.outputs import Completion, GenerationOutput
+from drivetrain.types.outputs import Completion, FinishReason, GenerationOutput
+from drivetrain.types.prompts import PromptLike
 from drivetrain.types.sampling import SamplingParams
 from drivetrain_conformance.assets.served_models import ModelKind, Models
 from drivetrain_conformance.harness.run_profile import Profile
@@ -33,6 +34,8 @@ _IN_FLIGHT = 100
 """Requests of at least this many tokens are meant to be observed in flight; shorter ones are meant to end."""
 _LASTS = 0.5
 """Minimum duration in seconds of a request that is to be observed in flight, if the context is long enough."""
+_ROUND_TRIPS = 4
+"""Consecutive calls to an engine; when they are answered, results that it sent earlier have arrived."""
 
 
 Opener = Callable[[dict[str, object]], InferenceEngine]
@@ -70,6 +73,8 @@ class Bench:
     """Throughput of :attr:`shared` when it was opened; 0: not measured."""
     rng: random.Random = field(default_factory=random.Random)
     """Seeded with the run's seed and the case's id."""
+    attempt: int = 0
+    """How often the case came :class:`TooLate` before."""
 
     # The engine --------------------------------------------------------------------------------------------------
 
@@ -168,14 +173,15 @@ class Bench:
         """Return params of a request that stays in flight for a while, ignoring EOS if the engine can.
 
         Args:
-            max_new_tokens: Default: as many as fit. Raised for a fast engine, so that the request can be observed in
-                flight.
+            max_new_tokens: Default: as many as fit. Raised for a fast engine, and after an attempt that came too late,
+                so that the request can be observed in flight.
             prompt_length: Tokens of the prompt.
             fields: Further fields of SamplingParams.
         """
         room = self.engine.model_info.context_length - prompt_length
         if max_new_tokens is not None and max_new_tokens >= _IN_FLIGHT:
-            max_new_tokens = min(room, max(max_new_tokens, math.ceil(self.tokens_per_second * _LASTS)))
+            lasts = max(max_new_tokens, math.ceil(self.tokens_per_second * _LASTS))
+            max_new_tokens = min(room, lasts * 2**self.attempt)
         fields.setdefault("ignore_eos", self.claims(Capability.IGNORE_EOS))
         fields.setdefault("temperature", 0.0)
         return SamplingParams.model_validate({"max_new_tokens": max_new_tokens or min(room, 900), **fields})
@@ -183,30 +189,32 @@ class Bench:
     @asynccontextmanager
     async def in_flight(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[PromptLike],
         params: SamplingParams | Sequence[SamplingParams],
         engine: InferenceEngine | None = None,
         *,
-        after: float = 0.05,
+        tokens: int = GREEDY_TOKENS,
         **arguments: object,
     ) -> AsyncGenerator[asyncio.Task[GenerationOutput], None]:
         """Run requests during the block, and end them when it ends.
 
+        On a busy machine they may have ended when the block does something. See :func:`in_time`.
+
         Args:
-            prompts: Token ids, prompt by prompt.
+            prompts: As for ``generate``.
             params: As for ``generate``.
             engine: Default: the bench's.
-            after: Seconds to wait once they all run, before the block is entered.
+            tokens: Tokens that later requests make before the block is entered, so that each of these has one by then.
+                0: enter the block once they run, with or without a token.
             arguments: More arguments of ``generate``.
         """
         engine = engine or self.engine
-        task = await until_running(
-            engine,
-            len(prompts) * params.n if isinstance(params, SamplingParams) else sum(one.n for one in params),
-            lambda: engine.generate(list(prompts), params, **arguments),  # type: ignore[arg-type]
-        )
+        count = len(prompts) * params.n if isinstance(params, SamplingParams) else sum(one.n for one in params)
+        task = await until_running(engine, count, lambda: engine.generate(list(prompts), params, **arguments))  # type: ignore[arg-type]
         try:
-            await asyncio.sleep(after)
+            if tokens:
+                async with asyncio.timeout(60):
+                    await self.greedy(self.prompts(count, engine=engine), tokens, engine)
             yield task
         finally:
             await end_requests(engine, task)
@@ -224,6 +232,10 @@ class Bench:
 
 class Hangs(AssertionError):
     """A case, or a wait within it, timed out."""
+
+
+class TooLate(AssertionError):
+    """Requests had ended before the case acted on them, which judges the machine: the runner tries the case again."""
 
 
 class NoOracle(Exception):
@@ -278,20 +290,34 @@ async def until_running(
     raise AssertionError(f"the requests ended before they could be looked at: {ended.completions[0].finish_reason}")
 
 
-async def in_time(attempt: Callable[[], Awaitable[_T]], was_in_time: Callable[[_T], bool]) -> _T:
-    """Return the result of the first attempt that came before its request had ended, or that of the last attempt.
-
-    On a busy machine a request may end before it can be looked at or acted upon.
-    """
-    result = await attempt()
-    for _ in range(_STARTS - 1):
-        if was_in_time(result):
-            break
-        result = await attempt()
-    return result
+@contextmanager
+def in_time(*requests: asyncio.Task[Any] | Completion) -> Iterator[None]:
+    """Turn a check that fails into :class:`TooLate` if one of the requests has ended by itself, and not by an abort."""
+    try:
+        yield
+    except AssertionError as error:
+        if any(map(_has_ended, requests)):
+            raise TooLate(str(error)) from error
+        raise
 
 
-async def until_idle(engine: InferenceEngine, within: float = 30.0) -> None:
+def _has_ended(request: asyncio.Task[Any] | Completion) -> bool:
+    if isinstance(request, Completion):
+        return request.finish_reason is not FinishReason.ABORT
+    return request.done()
+
+
+async def check_held(engine: InferenceEngine, *requests: asyncio.Task[Any]) -> None:
+    """Raise :class:`TooLate` unless the engine holds the requests; results that were on their way have arrived."""
+    for _ in range(_ROUND_TRIPS):
+        await engine.stats()
+        for _ in range(5):
+            await asyncio.sleep(0)
+    if any(request.done() for request in requests):
+        raise TooLate("requests ended before they were frozen, or while they were")
+
+
+async def until_idle(engine: InferenceEngine, within: float = 60.0) -> None:
     """Wait until the engine holds no request."""
     async with asyncio.timeout(within):
         while (stats := await engine.stats()).running or stats.waiting:  # noqa: ASYNC110 - it may be another process
