@@ -16,6 +16,7 @@ import av
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from safetensors import safe_open
 from transformers import AutoProcessor
 
 from drivetrain import (
@@ -28,11 +29,14 @@ from drivetrain import (
     TokenPrompt,
     UnsupportedCapability,
 )
+from drivetrain.backend.base import Backend
 from drivetrain.engine.validation import check_media
 from drivetrain.media import qwen_audio, sound
 from drivetrain.media.qwen_audio import SoundReader, audio_capabilities, tokens_of
 from drivetrain.media.sound import Bounds, decoded
 from drivetrain.testing import tiny_model
+from drivetrain_vllm.engine import VLLMBackend
+from drivetrain_weight_sync.receiver.checkpoint_manifest import checkpoint_of
 
 RATE = 16_000
 WIDE = Bounds(3600, 1 << 28)
@@ -284,3 +288,18 @@ async def test_sounds_are_read_from_files(tmp_path: Path) -> None:
     file.write_bytes(pcm(np.ones((8000, 1), np.int16)))
     (read,) = await reader().read([AudioInput(path=str(file))])
     assert (read.count, read.data, read.follows) == (12, file.read_bytes(), None)
+
+
+@pytest.mark.parametrize("backend", [VLLMBackend])
+def test_engines_claim_sounds_where_they_were_seen(backend: type[Backend]) -> None:
+    assert Capability.AUDIO in backend.capabilities(config(device="cpu"))
+    assert Capability.AUDIO not in backend.capabilities(config(device="cuda"))
+    assert Capability.AUDIO not in backend.capabilities(config(model=str(tiny_model("qwen2_5_vl")), device="cpu"))
+
+
+def test_a_checkpoint_with_an_audio_model_is_named_as_it_is_stored() -> None:
+    folder = tiny_model("qwen2_audio")
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+    assert {spec.name: spec.shape for spec in checkpoint_of(str(folder)).tensors} == stored
+    assert "language_model.model.embed_tokens.weight" in stored

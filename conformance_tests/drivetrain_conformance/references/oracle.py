@@ -116,9 +116,9 @@ class TransformersOracle:
         )
 
         config = AutoConfig.from_pretrained(self._path)
-        kind: Any = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
-        if hasattr(config, "audio_config"):
-            kind = AutoModelForMultimodalLM
+        kind: Any = AutoModelForMultimodalLM if hasattr(config, "audio_config") else AutoModelForCausalLM
+        if hasattr(config, "vision_config"):
+            kind = AutoModelForImageTextToText
         with no_progress_bars():
             model: PreTrainedModel = kind.from_pretrained(self._path, dtype=torch.float32)
         model.requires_grad_(False)

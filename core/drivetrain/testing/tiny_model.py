@@ -19,6 +19,7 @@ from typing import Any, Final
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -375,12 +376,23 @@ def _write(folder: Path, architecture: str, seed: int, overrides: Mapping[str, C
     )
     with no_progress_bars():
         model.save_pretrained(folder)
+    if takes_audio:
+        _correct_names(folder / "model.safetensors")
     length = getattr(config.get_text_config(), "max_position_embeddings", None) or 1024
     byte_tokenizer(model_max_length=length, vision=takes_images, audio=takes_audio).save_pretrained(folder)
     if takes_images or takes_audio:
         files = _PROCESSORS.get(architecture, {"preprocessor_config.json": _PREPROCESSOR})
         for name, fields in files.items():
             (folder / name).write_text(json.dumps(fields, indent=2), encoding="utf-8")
+
+
+def _correct_names(file: Path) -> None:
+    """Give tensors the names that Qwen2-Audio's checkpoint has: transformers 5.19 reverts one renaming twice."""
+    tensors = load_file(file)
+    wrong = "language_model.model.model."
+    if any(name.startswith(wrong) for name in tensors):
+        corrected = {name.replace(wrong, "language_model.model."): tensor for name, tensor in tensors.items()}
+        save_file(corrected, file, metadata={"format": "pt"})
 
 
 def _does_not_work(architecture: str, overrides: Mapping[str, ConfigValue], error: Exception) -> InvalidConfig:
