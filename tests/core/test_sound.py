@@ -35,6 +35,8 @@ from drivetrain.media import qwen_audio, sound
 from drivetrain.media.qwen_audio import SoundReader, audio_capabilities, tokens_of
 from drivetrain.media.sound import Bounds, decoded
 from drivetrain.testing import tiny_model
+from drivetrain_sglang.engine import SGLangBackend
+from drivetrain_sglang.multimodal_inputs import audio_data, keep_token_ids
 from drivetrain_vllm.engine import VLLMBackend
 from drivetrain_weight_sync.receiver.checkpoint_manifest import checkpoint_of
 
@@ -290,7 +292,7 @@ async def test_sounds_are_read_from_files(tmp_path: Path) -> None:
     assert (read.count, read.data, read.follows) == (12, file.read_bytes(), None)
 
 
-@pytest.mark.parametrize("backend", [VLLMBackend])
+@pytest.mark.parametrize("backend", [SGLangBackend, VLLMBackend])
 def test_engines_claim_sounds_where_they_were_seen(backend: type[Backend]) -> None:
     assert Capability.AUDIO in backend.capabilities(config(device="cpu"))
     assert Capability.AUDIO not in backend.capabilities(config(device="cuda"))
@@ -303,3 +305,14 @@ def test_a_checkpoint_with_an_audio_model_is_named_as_it_is_stored() -> None:
         stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
     assert {spec.name: spec.shape for spec in checkpoint_of(str(folder)).tensors} == stored
     assert "language_model.model.embed_tokens.weight" in stored
+
+
+async def test_sglang_is_given_all_sounds_of_a_prompt_as_one() -> None:
+    media = [AudioInput.from_array(noise(seconds), RATE) for seconds in (0.2, 0.4)]
+    (given,) = audio_data(await reader().prepared(media))
+    assert given["format"] == "processor_output"
+    assert given["input_features"].shape == (2, 32, 3000)
+    assert given["feature_attention_mask"].sum(-1).tolist() == [20, 40]
+    processor = SimpleNamespace(_build_transcription_prompt=lambda ids: "text")
+    keep_token_ids(processor)
+    assert processor._build_transcription_prompt([200, 5]) == [200, 5]

@@ -47,6 +47,8 @@ Pixel = tuple[int, int, int]
 _SIDE: Final = 64
 _HERTZ: Final = 16_000
 """Samples per second that the model takes."""
+_NO_TEXT: Final = (200, 254, 131)
+"""Token ids that no text is tokenised to."""
 _RESAMPLED: Final = 0.2
 """Largest change of a logprob, in nats, by the filter with which an engine resamples a pure tone."""
 _NONE: Final[Mapping[str, Any]] = MappingProxyType({})
@@ -640,6 +642,8 @@ async def a_sound_is_heard_as_the_model_hears_it(bench: Bench) -> None:
         [_noise(1)],
         [_sine(440)],
         [_noise(2, 0.1)],
+        [_silence(0.5)],
+        [_silence(1.0)],
         [_noise(1), _noise(2, 1.3)],
         [_noise(2, 1.3), _noise(1)],
         [],
@@ -686,6 +690,10 @@ async def a_prompt_with_a_sound_comes_back_as_it_was_heard(bench: Bench) -> None
         (again,) = (await bench.engine.generate(prompt, _SEEN)).completions
         assert again.prompt_token_ids == seen
         _check_seen(bench, again, sounds=sounds)
+    untokenized = TokenPrompt(token_ids=(*_NO_TEXT, *seen), media=asked.media)
+    (exact,) = (await bench.engine.generate(untokenized, _SEEN)).completions
+    assert exact.prompt_token_ids == [*_NO_TEXT, *seen]
+    _check_seen(bench, exact, sounds=sounds)
     first = seen.index(token)
     for wrong in ([one for one in seen if one != token], [*seen[:first], token, *seen[first:]], [*written, token]):
         with refused(InvalidRequest, field="prompts[0]"):
@@ -841,6 +849,10 @@ class _Sound:
 def _noise(seed: int, seconds: float = 0.5, rate: int = _HERTZ) -> _Sound:
     samples = np.random.default_rng(seed).standard_normal(round(seconds * rate)) * 4000
     return _Sound(samples.clip(-32768, 32767).astype(np.int16), rate)
+
+
+def _silence(seconds: float) -> _Sound:
+    return _Sound(np.zeros(round(seconds * _HERTZ), dtype=np.int16))
 
 
 def _sine(hertz: float, rate: int = _HERTZ, seconds: float = 0.5) -> _Sound:
