@@ -384,12 +384,7 @@ async def new_weights_see_an_image_anew(bench: Bench) -> None:
 @case(Capability.IMAGES, Capability.READ_WEIGHTS, model=ModelKind.VISION, config=_BOUNDED)
 async def every_tensor_of_a_model_with_images_can_be_read(bench: Bench) -> None:
     """Each tensor of the checkpoint, including the vision model's, is in the manifest and reads back unchanged."""
-    await bench.engine.generate(_with_images([_png(_pattern)]), _SEEN)
-    stored = tensors_of(bench.model)
-    manifest = await bench.engine.weight_manifest()
-    assert {spec.name for spec in manifest.tensors} == set(stored)
-    for name, tensor in stored.items():
-        assert (await bench.engine.get_weights_by_name(name)).data == raw_bytes(tensor), name
+    await _check_readable(bench, _with_images([_png(_pattern)]))
 
 
 @case(Capability.IMAGES, Capability.PAUSE_RETRACT, model=ModelKind.VISION, config=_BOUNDED)
@@ -790,6 +785,12 @@ async def new_weights_hear_a_sound_anew(bench: Bench) -> None:
     _check_seen(bench, completion, model=other, sounds=sounds)
 
 
+@case(Capability.AUDIO, Capability.READ_WEIGHTS, model=ModelKind.AUDIO, config=_BOUNDED)
+async def every_tensor_of_a_model_with_sounds_can_be_read(bench: Bench) -> None:
+    """Each tensor of the checkpoint, including the audio model's, is in the manifest and reads back unchanged."""
+    await _check_readable(bench, _with_sounds([_noise(1)]))
+
+
 @case(Capability.AUDIO, Capability.PAUSE_RETRACT, model=ModelKind.AUDIO, config=_BOUNDED)
 async def a_retracted_sound_is_heard_again(bench: Bench) -> None:
     """A retracted request continues with its sound."""
@@ -972,6 +973,16 @@ def _check_scored(
     for index, (token, score) in enumerate(zip(prompt[1:], scores[1:], strict=True)):
         assert score is not None
         assert abs(score - rows[index, token]) <= bench.tolerance(), f"token {index + 1} of {prompt}: {score}"
+
+
+async def _check_readable(bench: Bench, prompt: ChatPrompt) -> None:
+    """Raise unless all tensors of the checkpoint read back unchanged after a prompt."""
+    await bench.engine.generate(prompt, _SEEN)
+    stored = tensors_of(bench.model)
+    manifest = await bench.engine.weight_manifest()
+    assert {spec.name for spec in manifest.tensors} == set(stored)
+    for name, tensor in stored.items():
+        assert (await bench.engine.get_weights_by_name(name)).data == raw_bytes(tensor), name
 
 
 async def _seen_to_the_end(
