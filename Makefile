@@ -379,7 +379,7 @@ $(SGLANG_READY): | pyproject.toml
 	@$(call ROOM_FOR,SGLang,16)
 	@echo "setting up .venvs/sglang with $(SGLANG_PYTHON): 11 GB, a few minutes"
 	@[[ -x .venvs/sglang/bin/python ]] || $(SGLANG_PYTHON) -m venv .venvs/sglang
-	@.venvs/sglang/bin/python -m pip install --quiet --disable-pip-version-check --retries 10 '$(SGLANG)' -e '.[conformance,demo,sglang-server,video]'
+	@.venvs/sglang/bin/python -m pip install --quiet --disable-pip-version-check --retries 10 '$(SGLANG)' -e '.[audio,conformance,demo,sglang-server,video]'
 	@.venvs/sglang/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --force-reinstall ./$(SGLANG_PLATFORM)
 	@rm -f .venvs/sglang/.ready-* && touch $@
 
@@ -389,7 +389,7 @@ $(VLLM_READY): | pyproject.toml
 	@$(call ROOM_FOR,vLLM,6)
 	@echo "setting up .venvs/vllm with $(PYTHON): 3 GB, a minute or two"
 	@[[ -x .venvs/vllm/bin/python ]] || $(PYTHON) -m venv .venvs/vllm
-	@.venvs/vllm/bin/python -m pip install --quiet --disable-pip-version-check --retries 10 '$(TORCH)' '$(VLLM)' -e '.[conformance,demo,lora,remote,video,vllm-server]'
+	@.venvs/vllm/bin/python -m pip install --quiet --disable-pip-version-check --retries 10 '$(TORCH)' '$(VLLM)' -e '.[audio,conformance,demo,lora,remote,video,vllm-server]'
 	@.venvs/vllm/bin/python -m pip uninstall --quiet --yes torchaudio torchcodec
 	@.venvs/vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --force-reinstall ./$(VLLM_SERVER) ./$(TORCHVISION)
 	@rm -f .venvs/vllm/.ready-* && touch $@

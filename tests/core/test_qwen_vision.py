@@ -41,6 +41,7 @@ from drivetrain.backend.base import Backend, GenerateRequest
 from drivetrain.engine.validation import check_media
 from drivetrain.errors import EngineInternalError
 from drivetrain.media import qwen_vision
+from drivetrain.media import reader as media_reader
 from drivetrain.media.qwen_vision import IMAGE_MODELS, Patches, VisionReader, vision_capabilities
 from drivetrain.media.video_frames import Bounds
 from drivetrain.testing import VISION_ARCHITECTURES, tiny_model
@@ -127,7 +128,7 @@ async def test_videos_become_patches_of_the_frames_that_their_processor_picks(
     architecture: str, seconds: float | None, tmp_path: Path
 ) -> None:
     made = reader(tiny_model(architecture))
-    made.__dict__["_video_processor"] = Halves()
+    vars(made)["_video_processor"] = Halves()
     path = tmp_path / "video.mkv"
     with av.open(str(path), "w") as container:
         stream = container.add_stream("ffv1", rate=8)
@@ -153,7 +154,7 @@ async def test_videos_become_patches_of_the_frames_that_their_processor_picks(
 
 async def test_bytes_that_are_an_image_and_a_video_have_two_names() -> None:
     made = reader(tiny_model("qwen2_vl"))
-    made.__dict__["_video_processor"] = Halves()
+    vars(made)["_video_processor"] = Halves()
     file = BytesIO()
     shown = [Image.new("RGB", (64, 64), (value, 0, 0)) for value in (0, 255)]
     shown[0].save(file, "GIF", save_all=True, append_images=shown[1:], duration=125)
@@ -212,7 +213,7 @@ async def test_an_image_is_cut_into_patches_once(monkeypatch: pytest.MonkeyPatch
         await made.read([first, second])
         assert len({patches.name for patches in (await made.patches([first, second])).images}) == 2
     assert done == [first.data, second.data]
-    monkeypatch.setattr(qwen_vision, "HELD_BYTES", 0)
+    monkeypatch.setattr(media_reader, "HELD_BYTES", 0)
     await made.read([image(56, 56, 7)])
     assert len(made._held) == 1
 
@@ -353,7 +354,7 @@ def film(frames: int, folder: Path) -> VideoInput:
 
 async def test_a_video_that_cannot_fit_the_context_is_refused_before_its_frames_are_kept(tmp_path: Path) -> None:
     made = reader(tiny_model("qwen2_vl"), context_length=39)
-    made.__dict__["_video_processor"] = Quarters()
+    vars(made)["_video_processor"] = Quarters()
     with pytest.raises(InvalidRequest, match="4 of its frames take 40 tokens or more; the context holds 39"):
         await made.read([film(6, tmp_path)])
     # Processors that shrink the frames of long videos use fewer tokens than they report.
@@ -371,7 +372,7 @@ async def test_a_video_is_bounded_by_the_configuration(tmp_path: Path) -> None:
         ({"max_video_pixels": 6 * 16 * 32 - 1}, r"6 of its frames have 32 by 16 .*\(media\.max_video_pixels\)"),
     ):
         made = reader(tiny_model("qwen2_vl"), 4096, **bounds)
-        made.__dict__["_video_processor"] = Quarters()
+        vars(made)["_video_processor"] = Quarters()
         with pytest.raises(InvalidRequest, match=why):
             await made.read([film(6, tmp_path)])
 
@@ -394,7 +395,7 @@ async def test_decoding_has_a_deadline_and_ends_with_the_request(
     monkeypatch.setattr(qwen_vision, "decoded", endless)
     settings = config(tiny_model("qwen2_vl"), timeouts={"media": 0.3})
     made = VisionReader(settings, AutoConfig.from_pretrained(settings.model), 4096)
-    made.__dict__["_video_processor"] = Quarters()
+    vars(made)["_video_processor"] = Quarters()
     video = film(3, tmp_path)
     with pytest.raises(DeadlineExceeded, match=r"waited 0\.3 s for the video .* to be decoded"):
         await made.read([video])

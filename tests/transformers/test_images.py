@@ -312,7 +312,7 @@ async def test_requests_with_images_can_be_aborted_while_they_are_prepared(monke
     async with create_engine("transformers", model=str(tiny_model("llava")), isolation="inline") as engine:
         backend = engine.parts.backend
         assert isinstance(backend, TransformersBackend)
-        vision = backend._vision
+        vision = backend._media
         assert vision is not None
         reached, go_on, original = asyncio.Event(), asyncio.Event(), vision.of
 

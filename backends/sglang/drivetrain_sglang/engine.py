@@ -31,6 +31,7 @@ from drivetrain.errors import (
     InvalidRequest,
     UnsupportedCapability,
 )
+from drivetrain.media.qwen_audio import SoundReader, audio_capabilities
 from drivetrain.media.qwen_vision import VisionReader
 from drivetrain.process.process_tree import runs, shared_memory_of, unlink
 from drivetrain.process.worker_calls import CallNotTaken
@@ -41,7 +42,7 @@ from drivetrain.types.prompts import MediaInput
 from drivetrain.types.weights import WeightUpdateRequest
 from drivetrain_sglang.errors import as_engine_error
 from drivetrain_sglang.in_engine import invite
-from drivetrain_sglang.multimodal_inputs import image_data
+from drivetrain_sglang.multimodal_inputs import audio_data, image_data, keep_token_ids
 from drivetrain_sglang.translate import (
     ADAPTED_WITH,
     CONFIG_NAMES,
@@ -97,7 +98,7 @@ class SGLangBackend(WorkerBackend[Collected]):
         """Paths of the adapters that came as tensors, by name."""
         self._expert_shape = (0, 0)
         """Number of MoE layers, and of experts per token."""
-        self._vision: VisionReader | None = None
+        self._media: VisionReader | SoundReader | None = None
         self._profile: tuple[Path, set[Path]] = (Path(), set())
 
     @classmethod
@@ -110,6 +111,8 @@ class SGLangBackend(WorkerBackend[Collected]):
             claimed.add(Capability.HIDDEN_STATES)
         if device_type_of(config) == "cpu" and carries_scores():
             claimed.add(Capability.SCORE_AT)  # on a GPU, a graph may hold the logits' computation
+        if device_type_of(config) == "cpu":
+            claimed |= audio_capabilities(config)  # not run on a GPU yet
         if device_type_of(config) != "cpu":
             claimed |= _of_a_gpu(config)
             if not config.enable_sleep or importlib.util.find_spec("torch_memory_saver") is None:
@@ -162,8 +165,12 @@ class SGLangBackend(WorkerBackend[Collected]):
         self._processes = psutil.Process().children(recursive=True)
         started = self._engine._scheduler_init_result.scheduler_infos[0]
         served = self._manager.model_config
-        if Capability.IMAGES in self.capabilities(config):
-            self._vision = VisionReader(config, model.model_config, model.context_length)
+        claimed = self.capabilities(config)
+        if Capability.IMAGES in claimed:
+            self._media = VisionReader(config, model.model_config, model.context_length)
+        elif Capability.AUDIO in claimed:
+            self._media = SoundReader(config, model.model_config, model.context_length)
+            keep_token_ids(self._manager.mm_processor)
         experts = getattr(model.text, "num_experts_per_tok", None) or 0
         self._expert_shape = (int(model.text.num_hidden_layers), int(experts))
         self._adaptable = model.adaptable if config.enable_lora else ()
@@ -174,8 +181,11 @@ class SGLangBackend(WorkerBackend[Collected]):
         if self.config.task is not Task.GENERATE:
             await self._pooled([[0, 0]])
             return
-        media = [] if self._vision is None else [await self._vision.example(size) for size in ((64, 64), (64, 128))]
-        await self.warm_up(media)
+        media = self._media
+        if isinstance(media, VisionReader):
+            await self.warm_up([await media.example(size) for size in ((64, 64), (64, 128))])
+        else:
+            await self.warm_up([] if media is None else [await media.example()])
 
     async def close(self) -> None:
         """End SGLang's processes."""
@@ -201,18 +211,18 @@ class SGLangBackend(WorkerBackend[Collected]):
         """Yield the chunks of SGLang's output."""
         from sglang.srt.managers.io_struct import GenerateReqInput
 
-        seen: list[dict[str, Any]] = []
+        read: dict[str, list[dict[str, Any]]] = {}
         try:
             grammar = request.params.structured_output
             if grammar is not None and self.config.engine_kwargs.get("grammar_backend") in (None, "xgrammar"):
                 refuse_ignored_parts(grammar)
             async with self.admitted(request, sample) as rid:
-                if request.media and self._vision is not None:
-                    seen = image_data(await self._vision.patches(request.media))
+                if request.media and isinstance(self._media, VisionReader):
+                    read["image_data"] = image_data(await self._media.patches(request.media))
+                elif request.media and isinstance(self._media, SoundReader):
+                    read["audio_data"] = audio_data(await self._media.prepared(request.media))
                 params_of = partial(sampling_params, deterministic=self.config.deterministic)
-                fields = request_fields(
-                    request, rid, self.cache_key, stream=stream, params_of=params_of, image_data=seen
-                )
+                fields = request_fields(request, rid, self.cache_key, stream=stream, params_of=params_of, **read)
                 wanted = GenerateReqInput(**fields)
                 async with aclosing(self._manager.generate_request(wanted)) as outputs:
                     try:
@@ -228,10 +238,10 @@ class SGLangBackend(WorkerBackend[Collected]):
             raise as_engine_error(error) from error
 
     async def read_media(self, media: tuple[MediaInput, ...]) -> list[ReadMedium]:
-        """Fetch and decode images and videos."""
-        if self._vision is None:
+        """Fetch and decode images, videos and sounds."""
+        if self._media is None:
             raise UnsupportedCapability("this model takes no images", capability=Capability.IMAGES.value)
-        return await self._vision.read(media)
+        return await self._media.read(media)
 
     async def send_abort(self, names: Sequence[str]) -> None:
         """Abort requests past SGLang's own ``abort_request``, which sends one abort each, and none without a waiter."""

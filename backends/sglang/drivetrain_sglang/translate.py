@@ -53,7 +53,7 @@ CONFIG_NAMES: Final[Mapping[str, str]] = {
     "max_lora_rank": "max_lora_rank",
     "enable_sleep": "enable_memory_saver",
     "sleep_keeps_weights": "enable_weights_cpu_backup",
-    "media": "drivetrain.media.qwen_vision",
+    "media": "drivetrain.media",
     "engine_kwargs": "Engine(**)",
 }
 """EngineConfig fields, with the argument or component that honours each."""
@@ -301,13 +301,15 @@ def request_fields(
     stream: bool,
     params_of: Callable[[GenerateRequest], dict[str, object]] = sampling_params,
     image_data: Sequence[Mapping[str, Any]] = (),
+    audio_data: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, object]:
     """Return the fields of SGLang's ``GenerateReqInput``; ``params_of`` translates the sampling params.
 
     Raises:
-        EngineInternalError: the request holds media that were not read into ``image_data``, or the reverse.
+        EngineInternalError: the request holds media that were not read into ``image_data`` or ``audio_data``, or the
+            reverse.
     """
-    if bool(request.media) != bool(image_data):
+    if bool(request.media) != bool(image_data or audio_data):
         raise EngineInternalError(f"request {request.request_id}: its {len(request.media)} media were not read")
     params = request.params
     wants_prompt = params.prompt_logprobs is not None
@@ -335,6 +337,8 @@ def request_fields(
         fields["lora_path"] = request.lora
     if image_data:
         fields["image_data"] = list(image_data)
+    if audio_data:
+        fields["audio_data"] = list(audio_data)
     return fields
 
 

@@ -1,6 +1,7 @@
-"""Names of the layers of a model with a vision part that adapters may use, and the layers they change.
+"""Names of the layers of a model with a vision or audio part that adapters may use, and the layers they change.
 
-Only layers of the language model can be adapted per row: those of the vision part see patches of images, of any row.
+Only layers of the language model can be adapted per row: those of the other parts see patches of images or
+frames of sounds, of any row.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ class AdapterNames:
     in_memory: Shapes
     """Under the module's own names."""
     stored: Shapes
-    """Under the checkpoint's names; empty for models without a vision part, which need no other names."""
+    """Under the checkpoint's names; empty for models of one part, which need no other names."""
     modules: Mapping[str, str]
     """Own names of the layers by those of the checkpoint."""
 
     @classmethod
     def of(cls, module: PreTrainedModel, shapes: Shapes) -> AdapterNames:
         """Return the names for a model, of whose layers ``shapes`` lists those that can be adapted."""
-        if getattr(module.config, "vision_config", None) is None:
+        if all(getattr(module.config, part, None) is None for part in ("vision_config", "audio_config")):
             return cls(shapes, {}, {})
         model: Any = module
         parts = [part for part in (model.get_decoder(), model.get_output_embeddings()) if isinstance(part, nn.Module)]

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Final, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 
 from drivetrain.backend.base import (
     Backend,
@@ -59,10 +59,11 @@ from drivetrain_transformers.translate import (
 
 if TYPE_CHECKING:
     from drivetrain_transformers.lora import Adapters
+    from drivetrain_transformers.media_preparation import MediaPreparation
+    from drivetrain_transformers.model import LoadedModel
     from drivetrain_transformers.pooling import Pooler
     from drivetrain_transformers.scheduler_thread import SchedulerThread
     from drivetrain_transformers.sequences import Sink
-    from drivetrain_transformers.vision import Vision
     from drivetrain_transformers.weights import Weights
     from drivetrain_weight_sync import ModelFiles
 
@@ -113,7 +114,7 @@ class TransformersBackend(Backend):
         super().__init__(config)
         self._runner: SchedulerThread | None = None
         self._weights: Weights | None = None
-        self._vision: Vision | None = None
+        self._media: MediaPreparation[Any] | None = None
         self._preparing: set[str] = set()
         """Ids of requests whose media are being prepared."""
         self._aborted: set[str] = set()
@@ -182,11 +183,9 @@ class TransformersBackend(Backend):
 
         with ThreadPoolExecutor(1, thread_name_prefix="drivetrain-transformers-load") as pool:
             runner, self._weights = await loop.run_in_executor(pool, load, stage)
-        if Capability.IMAGES in media_capabilities(self.config):
-            from drivetrain_transformers.vision import Vision
-
-            self._vision = Vision(self.config, runner.model)
-            await self._vision.check()
+        self._media = _media_preparation(self.config, runner.model)
+        if self._media is not None:
+            await self._media.check()
         runner.start()
         self._runner = runner
         return runner.model.info
@@ -194,7 +193,7 @@ class TransformersBackend(Backend):
     async def close(self) -> None:
         """Stop the thread and free the model."""
         runner, weights = self._runner, self._weights
-        self._runner = self._weights = self._vision = None
+        self._runner = self._weights = self._media = None
 
         seconds = self.config.timeouts.close
 
@@ -273,12 +272,12 @@ class TransformersBackend(Backend):
     async def _submit(self, request: GenerateRequest, deliver: Sink, *, streamed: bool = False) -> None:
         """Hand a request to the scheduler, with its media."""
         runner = self._running
-        if self._vision is None or not request.media:
+        if self._media is None or not request.media:
             runner.submit(request, deliver, streamed=streamed)
             return
         self._preparing.add(request.request_id)
         try:
-            runner.submit(request, deliver, streamed=streamed, media=await self._vision.of(request))
+            runner.submit(request, deliver, streamed=streamed, media=await self._media.of(request))
             if request.request_id in self._aborted:
                 runner.abort([request.request_id])
         finally:
@@ -286,10 +285,10 @@ class TransformersBackend(Backend):
             self._aborted.discard(request.request_id)
 
     async def read_media(self, media: tuple[MediaInput, ...]) -> list[ReadMedium]:
-        """Fetch and decode images and videos."""
-        if self._vision is None:
+        """Fetch and decode images, videos and sounds."""
+        if self._media is None:
             raise self._unsupported(Capability.IMAGES)
-        return await self._vision.read(media)
+        return await self._media.read(media)
 
     async def abort(self, request_ids: list[str]) -> None:
         """End requests, whether running, waiting or frozen."""
@@ -493,3 +492,17 @@ class TransformersBackend(Backend):
         if self._weights is None:
             raise EngineInternalError("the transformers backend is not running")
         return self._weights
+
+
+def _media_preparation(config: EngineConfig, model: LoadedModel) -> MediaPreparation[Any] | None:
+    """Return the preparation of the media that the model takes; None if it takes none."""
+    claimed = media_capabilities(config)
+    if Capability.IMAGES in claimed:
+        from drivetrain_transformers.vision import Vision
+
+        return Vision(config, model)
+    if Capability.AUDIO in claimed:
+        from drivetrain_transformers.hearing import Hearing
+
+        return Hearing(config, model)
+    return None

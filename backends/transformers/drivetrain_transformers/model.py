@@ -17,6 +17,7 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
     AutoModelForSequenceClassification,
     PreTrainedModel,
 )
@@ -84,9 +85,9 @@ class LoadedModel:
         self._cache_name = next((name for name in _CACHE_NAMES if name in takes), _CACHE_NAMES[0])
         self._positions = "position_ids" in takes
         self.choices = ExpertChoices(module)
-        named = (getattr(module.config, f"{kind}_token_id", None) for kind in ("image", "video"))
+        named = (getattr(module.config, f"{kind}_token_id", None) for kind in ("image", "video", "audio"))
         self.placeholders = [token_id for token_id in named if isinstance(token_id, int)]
-        """Token ids that stand for images and videos."""
+        """Token ids that stand for images, videos and sounds."""
         self._keeps_logits = "logits_to_keep" in takes
         self._layers_output: type[ModelOutput] | None = None
         """Type of what the layers return; None if the head cannot be run apart from them."""
@@ -474,7 +475,10 @@ def _loader(config: EngineConfig) -> Any:
         # With its head, a model has the tensors' names of its checkpoint; some checkpoints were saved without one.
         if not any("ForCausalLM" in name or "LMHead" in name for name in own.architectures or ()):
             return AutoModel
-    return AutoModelForImageTextToText if Capability.IMAGES in media_capabilities(config) else AutoModelForCausalLM
+    media = media_capabilities(config)
+    if Capability.AUDIO in media:
+        return AutoModelForMultimodalLM
+    return AutoModelForImageTextToText if Capability.IMAGES in media else AutoModelForCausalLM
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:

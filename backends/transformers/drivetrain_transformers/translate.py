@@ -13,6 +13,7 @@ from drivetrain.backend.toolkit.model_folder import config_levels, experts_of, l
 from drivetrain.backend.toolkit.translation import context_length_of
 from drivetrain.checks.extras import from_extra
 from drivetrain.errors import InvalidConfig
+from drivetrain.media.qwen_audio import audio_capabilities
 from drivetrain.media.qwen_vision import vision_capabilities
 from drivetrain.types.capability import Capability
 from drivetrain.types.config import EngineConfig, Task
@@ -31,8 +32,8 @@ CONFIG_NAMES: Final[Mapping[str, str]] = {
     "enable_lora": "peft",
     "max_loras": "kept by the engine page",
     "max_lora_rank": "largest rank of a peft adapter",
-    "task": "AutoModelForCausalLM, AutoModelForImageTextToText, AutoModel or AutoModelForSequenceClassification",
-    "media": "drivetrain.media.qwen_vision",
+    "task": "the AutoModel class of the task, and of the media that the model takes",
+    "media": "drivetrain.media",
     "engine_kwargs": "from_pretrained(**)",
 }
 """EngineConfig fields, with the argument or component that honours each."""
@@ -59,8 +60,12 @@ def media_capabilities(config: EngineConfig) -> frozenset[Capability]:
 
     Images are taken by models whose prompts repeat one placeholder for each image, without other tokens in between:
     those whose image processor merges patches of a grid (Qwen-VL and its like), and those whose processor selects
-    vision features (LLaVA and its like).
+    vision features (LLaVA and its like). Sounds are taken by Qwen2-Audio.
     """
+    return audio_capabilities(config) | _vision_capabilities(config)
+
+
+def _vision_capabilities(config: EngineConfig) -> frozenset[Capability]:
     fields = model_file(config, "config.json") if config.task is Task.GENERATE else {}
     if not isinstance(fields.get("vision_config"), dict) or not {"image_token_id", "image_token_index"} & set(fields):
         return frozenset()

@@ -1,4 +1,4 @@
-"""Images and videos for models that take them: claims, preparation with the model's processor, positions."""
+"""Images and videos for models that take them: preparation with the model's processor, positions."""
 
 from __future__ import annotations
 
@@ -6,25 +6,22 @@ import asyncio
 import inspect
 import itertools
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Final
 
 import torch
 from transformers import AutoProcessor, PreTrainedModel
 
-from drivetrain.backend.base import GenerateRequest, ReadMedium
-from drivetrain.errors import EngineStartError, InvalidRequest
+from drivetrain.errors import EngineStartError
 from drivetrain.media.qwen_vision import Patches, VisionReader
 from drivetrain.types.config import EngineConfig
-from drivetrain.types.prompts import MediaInput, VideoInput
+from drivetrain.types.prompts import MediaInput
+from drivetrain_transformers.media_preparation import MediaPreparation, key_of, places
 from drivetrain_transformers.model import LoadedModel
 from drivetrain_transformers.row_media import PlacedMedium, RowMedia
 
 _NOT_INPUTS: Final = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})
 """Outputs of a processor about its text, which here is only a placeholder."""
-
-_TOLERATED: Final = 0.1
-"""Largest change of the logits by rounding in a batch, as a share of their norm."""
 
 
 class ProcessorReader(VisionReader):
@@ -65,7 +62,7 @@ class ProcessorReader(VisionReader):
         return Patches(name, made["pixel_values"], (1, 1, count), count, inputs=inputs)
 
 
-class Vision:
+class Vision(MediaPreparation[Patches]):
     """Prepares the images and videos of requests for one model.
 
     Args:
@@ -76,98 +73,35 @@ class Vision:
         EngineStartError: The model's processor cannot be loaded.
     """
 
+    one: ClassVar[str] = "an image"
+
     def __init__(self, config: EngineConfig, model: LoadedModel) -> None:
-        self._loaded = model
-        self._model: Any = model.module
-        length = model.info.context_length
-        has_grids = getattr(self._model.config, "vision_start_token_id", None) is not None
+        length, module = model.info.context_length, model.module
+        has_grids = getattr(module.config, "vision_start_token_id", None) is not None
         self._reader = (
-            VisionReader(config, self._model.config, length)
-            if has_grids
-            else ProcessorReader(config, self._model, length)
+            VisionReader(config, module.config, length) if has_grids else ProcessorReader(config, module, length)
         )
+        super().__init__(model, self._reader)
 
-    async def check(self) -> None:
-        """Check that the model sees an image in a padded batch as it does alone.
-
-        Raises:
-            EngineStartError: It does not, or the image cannot be prepared or run.
-        """
-        name = type(self._model).__name__
-        try:
-            token_ids, media = await self._example((224, 112))
-            difference = await asyncio.to_thread(self._difference, [*token_ids, 7, 11], media)
-        except torch.OutOfMemoryError:
-            raise
-        except (InvalidRequest, IndexError, AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
-            raise EngineStartError(
-                f"{name} cannot be run with an image, as the transformers backend does: {type(error).__name__}: {error}"
-            ) from error
-        if not difference <= _TOLERATED:
-            raise EngineStartError(
-                f"{name} sees an image in a batch otherwise than alone: its logits differ by {difference:.2g} of their "
-                "norm; the transformers backend does not serve such models, use another backend"
-            )
-
-    @torch.inference_mode()
-    def _difference(self, token_ids: list[int], media: RowMedia) -> float:
-        """Return the distance of the logits in a batch beside a longer text from those of the model's plain forward."""
-        device = self._loaded.device
-        arguments = {name: tensor.to(device) for medium in media.media for name, tensor in medium.inputs.items()}
-        ids = torch.tensor([token_ids], device=device)
-        if "mm_token_type_ids" in inspect.signature(self._model.forward).parameters:
-            arguments["mm_token_type_ids"] = (ids == self._reader.image_token_id).int()
-        alone = self._model(input_ids=ids, **arguments).logits[0].float()
-        rows = [token_ids, [13, 17, 19, 23, 29, 31, 37] * (len(token_ids) // 7 + 1)]
-        cache = self._loaded.empty_cache()
-        beside = self._loaded.prefill(rows, [None, None], cache, 0, all_positions=True, media=[media, None])
-        difference = beside.logits[0, -len(token_ids) :].float() - alone
-        centred = (part - part.mean(-1, keepdim=True) for part in (difference, alone))
-        return float(next(centred).norm() / next(centred).norm())
-
-    async def read(self, media: Sequence[MediaInput]) -> list[ReadMedium]:
-        """Fetch and prepare the media of one prompt; raises as :meth:`VisionReader.read` does."""
-        return await self._reader.read(media)
-
-    async def _example(self, size: tuple[int, int]) -> tuple[list[int], RowMedia]:
-        """Return a prompt of one black image with this width and height in pixels, and its media."""
-        token_ids, media = await self._reader.example(size)
-        return token_ids, await self._placed(token_ids, media)
-
-    async def of(self, request: GenerateRequest) -> RowMedia | None:
-        """Return the media of a request, whose prompt holds all their placeholders; None if it has none.
-
-        Raises:
-            InvalidRequest: A medium cannot be read.
-        """
-        return await self._placed(request.prompt_token_ids, request.media) if request.media else None
+    async def _example(self) -> tuple[list[int], Sequence[MediaInput]]:
+        return await self._reader.example((224, 112))
 
     async def _placed(self, token_ids: list[int], media: Sequence[MediaInput]) -> RowMedia:
-        seen = await self._reader.patches(media)
-        left = iter(seen.images), iter(seen.videos)
-        ordered = [(isinstance(medium, VideoInput), next(left[isinstance(medium, VideoInput)])) for medium in media]
-        placed = sorted(self._places(token_ids, ordered), key=lambda medium: medium.start)
+        made = await self._reader.prepared(media)
+        kinds = [self._reader.place(medium).token_id for medium in media]
+        of_video = self._reader.video_token_id
+        placed = sorted(
+            (
+                PlacedMedium(key_of(one), token_id, start, one.count, _inputs(one, is_video=token_id == of_video))
+                for token_id, start, one in places(token_ids, list(zip(kinds, made, strict=True)), "an image or video")
+            ),
+            key=lambda medium: medium.start,
+        )
         if not hasattr(self._model.base_model, "get_rope_index"):
             return RowMedia(tuple(placed))
-        seconds = [one.seconds for one in seen.videos]
+        seconds = [one.seconds for one, token_id in zip(made, kinds, strict=True) if token_id == of_video]
         positions = await asyncio.to_thread(self._mrope, token_ids, placed, seconds)
         return RowMedia(tuple(placed), positions, int(positions.max()) + 1 - len(token_ids))
-
-    def _places(self, token_ids: list[int], media: Sequence[tuple[bool, Patches]]) -> Iterator[PlacedMedium]:
-        """Yield the media at their places: the next placeholders of their kind."""
-        begins = [0, 0]
-        for is_video, patches in media:
-            token_id = self._reader.video_token_id if is_video else self._reader.image_token_id
-            begin = begins[is_video]
-            start = token_ids.index(token_id, begin) if token_id in token_ids[begin:] else len(token_ids)
-            begins[is_video] = start + patches.count
-            if token_ids[start : begins[is_video]] != [token_id] * patches.count:
-                raise InvalidRequest(
-                    f"the prompt repeats token id {token_id} less often than the {patches.count} times that an image "
-                    "or video takes; give it as often",
-                    field="prompts",
-                )
-            yield PlacedMedium(_key(patches), token_id, start, patches.count, _inputs(patches, is_video=is_video))
 
     def _mrope(
         self, token_ids: list[int], media: Sequence[PlacedMedium], seconds: Sequence[float | None]
@@ -206,10 +140,6 @@ def _continued(positions: torch.Tensor, media: Sequence[PlacedMedium]) -> torch.
         continued[:, start:end] += begin - positions[:, start:end].min()
         begin = int(continued[:, start:end].max()) + 1
     return continued
-
-
-def _key(patches: Patches) -> int:
-    return -1 - int(patches.name, 16)
 
 
 def _inputs(patches: Patches, *, is_video: bool) -> Mapping[str, torch.Tensor]:

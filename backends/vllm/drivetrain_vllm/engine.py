@@ -31,16 +31,17 @@ from drivetrain.errors import (
     TooManyAdapters,
     UnsupportedCapability,
 )
+from drivetrain.media.qwen_audio import SoundReader, audio_capabilities
 from drivetrain.media.qwen_vision import VisionReader, vision_capabilities
 from drivetrain.process.worker_calls import CallNotTaken
 from drivetrain.types.capability import Capability
 from drivetrain.types.config import EngineConfig, Task
 from drivetrain.types.modes import PauseMode
-from drivetrain.types.prompts import ImageInput, MediaInput, VideoInput
+from drivetrain.types.prompts import AudioInput, ImageInput, MediaInput, VideoInput
 from drivetrain.types.weights import WeightUpdateRequest
 from drivetrain_vllm.errors import as_engine_error
 from drivetrain_vllm.in_engine import invite
-from drivetrain_vllm.multimodal_inputs import multimodal_input
+from drivetrain_vllm.multimodal_inputs import of_sounds, of_vision
 from drivetrain_vllm.translate import (
     BATCH_INVARIANT,
     CONFIG_NAMES,
@@ -73,7 +74,7 @@ _LONGEST_SOCKET_FOLDER: Final = 60
 """A socket path may have 107 bytes, of which vLLM adds 37."""
 _START_METHOD: Final = "VLLM_WORKER_MULTIPROC_METHOD"
 _VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
-_KINDS: Final[Mapping[type[MediaInput], str]] = {ImageInput: "image", VideoInput: "video"}
+_KINDS: Final[Mapping[type[MediaInput], str]] = {ImageInput: "image", VideoInput: "video", AudioInput: "audio"}
 
 
 def _distribution() -> str:
@@ -104,7 +105,7 @@ class VLLMBackend(WorkerBackend[Collected]):
         """Layers for which vLLM records the experts, if it was told to."""
         self._adapters: dict[str, Any] = {}
         self._plain = PlainAdapters(config.max_lora_rank or LORA_RANK)
-        self._vision: VisionReader | None = None
+        self._media: VisionReader | SoundReader | None = None
         self._lora_numbers = itertools.count(1)
         self._sockets: str | None = None
         """A folder for vLLM's sockets, used if the path of the temporary folder is too long."""
@@ -119,7 +120,9 @@ class VLLMBackend(WorkerBackend[Collected]):
             claimed -= _OF_PLAIN_WEIGHTS
         if device_type_of(config) == "cpu" or scores_on_a_gpu():
             claimed.add(Capability.SCORE_AT)
-        if device_type_of(config) != "cpu":
+        if device_type_of(config) == "cpu":
+            claimed |= audio_capabilities(config)  # not run on a GPU yet
+        else:
             claimed |= _of_a_gpu(config)
             if not config.enable_sleep:
                 claimed -= _MEMORY_SAVERS
@@ -211,8 +214,11 @@ class VLLMBackend(WorkerBackend[Collected]):
         with _devices_first(config):
             self._engine = AsyncLLM.from_vllm_config(made, disable_log_stats=True)
         served = made.model_config
-        if Capability.IMAGES in self.capabilities(config):
-            self._vision = VisionReader(config, model.model_config, context_length)
+        claimed = self.capabilities(config)
+        if Capability.IMAGES in claimed:
+            self._media = VisionReader(config, model.model_config, context_length)
+        elif Capability.AUDIO in claimed:
+            self._media = SoundReader(config, model.model_config, context_length)
         self._adaptable = model.adaptable if config.enable_lora else ()
         return model.info(vocab_size=served.get_vocab_size(), dtype=served.dtype, context_length=context_length)
 
@@ -220,8 +226,13 @@ class VLLMBackend(WorkerBackend[Collected]):
         await self.ask("set_weight_version", self.version)
         if self.config.task is not Task.GENERATE:
             return
-        has_images = self._vision is not None and self._most("image")
-        await self.warm_up([await self._reader.example((64, 64))] if has_images else [])
+        media = self._media
+        if isinstance(media, VisionReader) and self._most("image"):
+            await self.warm_up([await media.example((64, 64))])
+        elif isinstance(media, SoundReader) and self._most("audio"):
+            await self.warm_up([await media.example()])
+        else:
+            await self.warm_up([])
 
     async def close(self) -> None:
         """End vLLM's processes."""
@@ -270,12 +281,15 @@ class VLLMBackend(WorkerBackend[Collected]):
         if not request.media:
             return {"prompt_token_ids": request.prompt_token_ids, "cache_salt": self.cache_key}
         reader = self._reader
+        if isinstance(reader, SoundReader):
+            sounds = await reader.prepared(request.media)
+            return of_sounds(request.prompt_token_ids, sounds, reader.audio_token_id, self.cache_key)
         seen = await reader.patches(request.media)
         token_ids = reader.image_token_id, reader.video_token_id
-        return multimodal_input(request.prompt_token_ids, seen, token_ids, self.cache_key)
+        return of_vision(request.prompt_token_ids, seen, token_ids, self.cache_key)
 
     async def read_media(self, media: tuple[MediaInput, ...]) -> list[ReadMedium]:
-        """Fetch and decode images and videos."""
+        """Fetch and decode images, videos and sounds."""
         for kind, given in Counter(_KINDS.get(type(medium), "") for medium in media).items():
             if kind and given > (most := self._most(kind)):
                 raise InvalidRequest(
@@ -286,14 +300,14 @@ class VLLMBackend(WorkerBackend[Collected]):
         return await self._reader.read(media)
 
     def _most(self, kind: str) -> int:
-        """Return the most images or videos per prompt that vLLM was started with."""
+        """Return the most images, videos or sounds per prompt that vLLM was started with."""
         return int(self._engine.model_config.multimodal_config.get_limit_per_prompt(kind))
 
     @property
-    def _reader(self) -> VisionReader:
-        if self._vision is None:
+    def _reader(self) -> VisionReader | SoundReader:
+        if self._media is None:
             raise UnsupportedCapability("this model takes no images", capability=Capability.IMAGES.value)
-        return self._vision
+        return self._media
 
     async def send_abort(self, names: Sequence[str]) -> None:
         """Abort requests; vLLM ignores those that it does not know."""

@@ -1,18 +1,20 @@
 # pyright: reportMissingImports=false
-"""Convert images and videos to vLLM's input format."""
+"""Convert images, videos and sounds to vLLM's input format."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from drivetrain.media.qwen_audio import Spectrogram
 from drivetrain.media.qwen_vision import Patches, Seen
+from drivetrain.media.reader import Prepared
 
 
-def multimodal_input(
+def of_vision(
     prompt_token_ids: Sequence[int], seen: Seen, token_ids: tuple[int, int], cache_salt: str
 ) -> dict[str, Any]:
-    """Return a prompt's ``MultiModalInput``, as vLLM's own processor would make it.
+    """Return the ``MultiModalInput`` of a prompt with images and videos, as vLLM's own processor would make it.
 
     Args:
         prompt_token_ids: Ids with the placeholder token of each image and video repeated once per token.
@@ -21,7 +23,7 @@ def multimodal_input(
         cache_salt: Prefix-cache key, used beside tokens and media hashes.
     """
     import torch
-    from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems, PlaceholderRange
+    from vllm.multimodal.inputs import MultiModalFieldConfig
 
     values: dict[str, torch.Tensor] = {}
     fields: dict[str, MultiModalFieldConfig] = {}
@@ -43,6 +45,49 @@ def multimodal_input(
         # float64, as vLLM multiplies and rounds down: rounding errors could make whole products one less.
         values["second_per_grid_ts"] = torch.tensor(seconds, dtype=torch.float64)
         fields["second_per_grid_ts"] = MultiModalFieldConfig.batched("video", keep_on_cpu=True)
+    return _input(prompt_token_ids, values, fields, kinds, cache_salt)
+
+
+def of_sounds(
+    prompt_token_ids: Sequence[int], sounds: Sequence[Spectrogram], token_id: int, cache_salt: str
+) -> dict[str, Any]:
+    """Return the ``MultiModalInput`` of a prompt with sounds, as vLLM's own processor would make it.
+
+    Args:
+        prompt_token_ids: Ids with the placeholder token of each sound repeated once per token.
+        sounds: The sounds, in the order of the prompt.
+        token_id: Placeholder token id of a sound.
+        cache_salt: Prefix-cache key, used beside tokens and media hashes.
+    """
+    import torch
+    from vllm.multimodal.inputs import MultiModalFieldConfig
+
+    values = {
+        "input_features": torch.cat([one.features for one in sounds]),
+        "feature_attention_mask": torch.cat([one.mask for one in sounds]),
+    }
+    fields = {name: MultiModalFieldConfig.batched("audio") for name in values}
+    return _input(prompt_token_ids, values, fields, {"audio": (sounds, token_id)}, cache_salt)
+
+
+def _input(
+    prompt_token_ids: Sequence[int],
+    values: Mapping[str, Any],
+    fields: Mapping[str, Any],
+    kinds: Mapping[str, tuple[Sequence[Prepared], int]],
+    cache_salt: str,
+) -> dict[str, Any]:
+    """Return a ``MultiModalInput``.
+
+    Args:
+        prompt_token_ids: Ids with all placeholders.
+        values: Inputs of the model, by name.
+        fields: The ``MultiModalFieldConfig`` of each.
+        kinds: Media in the order of the prompt, and their placeholder token id, by kind.
+        cache_salt: Prefix-cache key.
+    """
+    from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
+
     return {
         "type": "multimodal",
         "prompt_token_ids": list(prompt_token_ids),
@@ -62,7 +107,7 @@ def multimodal_input(
 
 
 def places_of(prompt_token_ids: Sequence[int], counts: Sequence[int], token_id: int) -> list[int]:
-    """Return the begin of each image's or video's tokens in the prompt; ``counts`` are their numbers of tokens."""
+    """Return the begin of each medium's tokens in the prompt; ``counts`` are their numbers of tokens."""
     ids = list(prompt_token_ids)
     places: list[int] = []
     begin = 0

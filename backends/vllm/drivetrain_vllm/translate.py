@@ -53,7 +53,7 @@ CONFIG_NAMES: Final[Mapping[str, str]] = {
     "deterministic": BATCH_INVARIANT,
     "enable_sleep": "enable_sleep_mode",
     "sleep_keeps_weights": "additional_config",
-    "media": "drivetrain.media.qwen_vision",
+    "media": "drivetrain.media",
     "engine_kwargs": "AsyncEngineArgs(**)",
 }
 """EngineConfig fields, with the argument or component that honours each."""

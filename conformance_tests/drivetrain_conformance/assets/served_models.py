@@ -22,6 +22,8 @@ class ModelKind(Enum):
     """A mixture of experts. Its cases need :attr:`~drivetrain.types.capability.Capability.MOE`."""
     VISION = "vision"
     """A model that takes images."""
+    AUDIO = "audio"
+    """A model that takes sounds."""
     REWARD = "reward"
     """A sequence classifier with one output."""
 
@@ -101,6 +103,8 @@ def _tiny(kind: ModelKind, dtype: str, layers: int | None) -> Path:
             return _reward_model(dtype)
         case ModelKind.VISION:
             return tiny_model("qwen2_5_vl", dtype=dtype)
+        case ModelKind.AUDIO:
+            return tiny_model("qwen2_audio", dtype=dtype)
 
 
 def _reward_model(dtype: str) -> Path:

@@ -663,7 +663,10 @@ WRONG_CONFIG: Final[Mapping[str, Sequence[object]]] = {
     "python": (3, ["python"]),
     "endpoint": ("localhost:30000", "ftp://localhost:21", "http://", 3),
     "endpoint_api_key": ("", 3),
-    "media": ("small", {"max_bytes": 0}, {"max_pixels": 1.5}, {"max_video_seconds": -1}, {"max_frames": 3}, None),
+    "media": (
+        *("small", {"max_bytes": 0}, {"max_pixels": 1.5}, {"max_video_seconds": -1}, {"max_audio_samples": 0}),
+        *({"max_frames": 3}, None),
+    ),
     "timeouts": (
         *("short", {"start": -1}, {"generate": 0}, {"close": "soon"}, {"begin": 3}, None),
         *({"control": _INFINITY}, {"start": _NAN}, {"generate": 10**400}, {"heartbeat": True}),

@@ -20,6 +20,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from drivetrain.backend.toolkit.model_folder import config_levels
 from drivetrain.errors import InvalidRequest
@@ -34,7 +35,7 @@ from drivetrain_conformance.assets.served_models import ModelKind
 from drivetrain_conformance.assets.weight_sources import raw_bytes, tensors_of
 from drivetrain_conformance.harness.case import case
 from drivetrain_conformance.harness.testbench import Bench, NoOracle, check_held, end_requests, in_time, until_running
-from drivetrain_conformance.references.oracle import Film, ImagesOracle, Logits, VideosOracle, log_softmax
+from drivetrain_conformance.references.oracle import Film, ImagesOracle, Logits, SoundsOracle, VideosOracle, log_softmax
 from drivetrain_conformance.references.reference_sampling import steps
 
 if TYPE_CHECKING:
@@ -43,8 +44,21 @@ if TYPE_CHECKING:
 Pixel = tuple[int, int, int]
 
 _SIDE: Final = 64
+_HERTZ: Final = 16_000
+"""Samples per second that the model takes."""
+_NO_TEXT: Final = (200, 254, 131)
+"""Token ids that no text is tokenised to."""
+_RESAMPLED: Final = 0.2
+"""Largest change of a logprob, in nats, by the filter with which an engine resamples a pure tone."""
 _NONE: Final[Mapping[str, Any]] = MappingProxyType({})
-_BOUNDS: Final = {"max_bytes": 1 << 20, "max_pixels": 1 << 16, "max_video_seconds": 10, "max_video_pixels": 1 << 18}
+_BOUNDS: Final = {
+    "max_bytes": 1 << 20,
+    "max_pixels": 1 << 16,
+    "max_video_seconds": 10,
+    "max_video_pixels": 1 << 18,
+    "max_audio_seconds": 2,
+    "max_audio_samples": 40_000,
+}
 _BOUNDED: Final = {"media": _BOUNDS}
 _KINDS: Final = {ImageInput: "image", VideoInput: "video", AudioInput: "audio"}
 _PAIRS: Final = (("q_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -337,7 +351,7 @@ async def an_aborted_request_leaves_the_images_of_others(bench: Bench) -> None:
 async def an_update_in_flight_sees_an_image_anew(bench: Bench) -> None:
     """A request retracted for an update goes on as if the new weights had seen its image and read its tokens."""
     other, params = bench.other_weights(), bench.long(160, logprobs=0)
-    images, *_ = await _seen_to_the_end(bench, params, lambda side: ([_png(_pattern, side, 84)], []))
+    (images, *_), _ = await _seen_to_the_end(bench, params, lambda side: ([_png(_pattern, side, 84)], [], []))
     async with bench.in_flight([_with_images(images)], params) as task:
         await bench.engine.load_weights_from_disk(str(other), "new", mode=PauseMode.RETRACT)
         (completion,) = (await task).completions
@@ -366,18 +380,13 @@ async def new_weights_see_an_image_anew(bench: Bench) -> None:
 @case(Capability.IMAGES, Capability.READ_WEIGHTS, model=ModelKind.VISION, config=_BOUNDED)
 async def every_tensor_of_a_model_with_images_can_be_read(bench: Bench) -> None:
     """Each tensor of the checkpoint, including the vision model's, is in the manifest and reads back unchanged."""
-    await bench.engine.generate(_with_images([_png(_pattern)]), _SEEN)
-    stored = tensors_of(bench.model)
-    manifest = await bench.engine.weight_manifest()
-    assert {spec.name for spec in manifest.tensors} == set(stored)
-    for name, tensor in stored.items():
-        assert (await bench.engine.get_weights_by_name(name)).data == raw_bytes(tensor), name
+    await _check_readable(bench, _with_images([_png(_pattern)]))
 
 
 @case(Capability.IMAGES, Capability.PAUSE_RETRACT, model=ModelKind.VISION, config=_BOUNDED)
 async def a_retracted_image_is_seen_again(bench: Bench) -> None:
     """A retracted request continues with its image."""
-    await _check_retracted(bench, lambda side: ([_png(_pattern, side, 84)], []))
+    await _check_retracted(bench, lambda side: ([_png(_pattern, side, 84)], [], []))
 
 
 # Videos --------------------------------------------------------------------------------------------------------------
@@ -423,7 +432,7 @@ async def what_is_no_video_is_refused(bench: Bench) -> None:
         VideoInput(data=good[:300]),
         VideoInput(data=good[: len(good) // 2]),
         VideoInput(data=_png(_black)),
-        VideoInput(data=_wav(440)),
+        VideoInput(data=_noise(1).file),
         VideoInput(data=f"#EXTM3U\n#EXTINF:2,\n{Path(missing).as_uri()}\n#EXT-X-ENDLIST\n".encode()),
         VideoInput(path=missing),
         VideoInput(url="http://127.0.0.1:1/video.avi"),
@@ -566,26 +575,222 @@ async def new_weights_see_a_video_anew(bench: Bench) -> None:
 @case(Capability.VIDEO, Capability.PAUSE_RETRACT, model=ModelKind.VISION, config=_BOUNDED)
 async def a_retracted_video_is_seen_again(bench: Bench) -> None:
     """A retracted request continues with its video."""
-    await _check_retracted(bench, lambda side: ([], [_Video(_MOVING, 2, side, 84)]))
+    await _check_retracted(bench, lambda side: ([], [_Video(_MOVING, 2, side, 84)], []))
 
 
 # Sound ---------------------------------------------------------------------------------------------------------------
 
 
-@case(Capability.AUDIO, model=ModelKind.VISION)
+@case(Capability.AUDIO, model=ModelKind.AUDIO, config=_BOUNDED)
 async def another_sound_has_another_answer(bench: Bench) -> None:
     """The same text with two different sounds is answered differently, and with the same sound equally."""
-    await _assert_tells_apart(bench, "audio", AudioInput(data=_wav(440)), AudioInput(data=_wav(97)))
+    await _assert_tells_apart(bench, "audio", AudioInput(data=_noise(1).file), AudioInput(data=_noise(2).file))
 
 
-@case(Capability.AUDIO, model=ModelKind.VISION)
+@case(Capability.AUDIO, model=ModelKind.AUDIO, config=_BOUNDED)
 async def sounds_are_read_from_bytes_files_and_data_urls(bench: Bench) -> None:
     """A sound is the same given as bytes, as a path and as a data URL."""
-    data = _wav(440)
-    path = bench.folder("sounds") / "tone.wav"
+    data = _noise(1).file
+    path = bench.folder("sounds") / "noise.wav"
     path.write_bytes(data)
     url = f"data:audio/wav;base64,{base64.b64encode(data).decode()}"
     await _assert_same(bench, "audio", [AudioInput(data=data), AudioInput(path=str(path)), AudioInput(url=url)])
+
+
+@case(Capability.AUDIO, model=ModelKind.AUDIO, config=_BOUNDED)
+async def what_is_no_sound_is_refused(bench: Bench) -> None:
+    """A sound that is broken, too large or missing is refused as a mistake in the request, with its whole batch."""
+    missing = str(bench.folder("sounds") / "missing.wav")
+    good = _noise(1).file
+    for broken in (
+        AudioInput(data=b"this is no sound"),
+        AudioInput(data=b""),
+        AudioInput(data=good[:44]),
+        AudioInput(data=good[: len(good) // 2]),
+        AudioInput(data=_png(_black)),
+        AudioInput(data=_Video((_black,) * 2).file),
+        AudioInput(data=f"#EXTM3U\n#EXTINF:2,\n{Path(missing).as_uri()}\n#EXT-X-ENDLIST\n".encode()),
+        AudioInput(path=missing),
+        AudioInput(url="http://127.0.0.1:1/sound.wav"),
+    ):
+        with refused(InvalidRequest, field="prompts"):
+            await bench.engine.generate([_chat("audio", []), _chat("audio", [broken])], _GREEDY)
+        assert (await bench.engine.stats()).running == 0
+    for large, bound in (
+        (good + bytes(_BOUNDS["max_bytes"]), "max_bytes"),
+        (_noise(1, 2.1).file, "max_audio_seconds"),
+        (_noise(1, 1.0, 48_000).file, "max_audio_samples"),
+    ):
+        with refused(InvalidRequest, field="prompts", naming=bound):
+            await bench.engine.generate(_chat("audio", [AudioInput(data=large)]), _GREEDY)
+    assert await _answers(bench, "audio", AudioInput(data=good))
+
+
+@case(Capability.AUDIO, model=ModelKind.AUDIO, config=_BOUNDED)
+async def a_sound_is_heard_as_the_model_hears_it(bench: Bench) -> None:
+    """Answers have the logprobs of an independent forward pass over the returned prompt and the sounds."""
+    for sounds in (
+        [_noise(1)],
+        [_sine(440)],
+        [_noise(2, 0.1)],
+        [_silence(0.5)],
+        [_silence(1.0)],
+        [_noise(1), _noise(2, 1.3)],
+        [_noise(2, 1.3), _noise(1)],
+        [],
+    ):
+        (completion,) = (await bench.engine.generate(_with_sounds(sounds), _SEEN)).completions
+        _check_seen(bench, completion, sounds=sounds)
+
+
+@case(Capability.AUDIO, model=ModelKind.AUDIO, config=_BOUNDED)
+async def sounds_stay_with_their_prompts(bench: Bench) -> None:
+    """In a batch each prompt has its own sounds, of any length, beside prompts of text alone."""
+    beside = [[_noise(1)], [_noise(2)], [], [_noise(3, 1.6), _noise(1)], [_noise(4, 0.1)], [_noise(1), _noise(3, 1.6)]]
+    batch = await bench.engine.generate([_with_sounds(sounds) for sounds in beside], _SEEN)
+    for completion, sounds in zip(batch.completions, beside, strict=True):
+        _check_seen(bench, completion, sounds=sounds)
+
+
+@case(Capability.AUDIO, model=ModelKind.AUDIO, config=_BOUNDED)
+async def a_sound_of_another_rate_is_resampled(bench: Bench) -> None:
+    """A tone sampled at another rate than the model's takes as many tokens, and is answered almost equally."""
+    (own,) = (await bench.engine.generate(_with_sounds([_sine(440)]), _SEEN)).completions
+    _check_seen(bench, own, sounds=[_sine(440)])
+    for rate in (8_000, 32_000):
+        (other,) = (await bench.engine.generate(_with_sounds([_sine(440, rate)]), _SEEN)).completions
+        assert other.prompt_token_ids == own.prompt_token_ids, f"at {rate} Hz the tone takes other tokens"
+        ids = [*other.prompt_token_ids, *other.token_ids[:1]]
+        row = log_softmax(_logits_of(bench, ids, (), (), sounds=[_sine(440)]))[-2]
+        assert other.logprobs is not None
+        distance = abs(other.logprobs[0] - float(row[other.token_ids[0]]))
+        assert distance <= _RESAMPLED, f"a tone at {rate} Hz is answered {distance:.2g} nats otherwise"
+
+
+@case(Capability.AUDIO, model=ModelKind.AUDIO, config=_BOUNDED)
+async def a_prompt_with_a_sound_comes_back_as_it_was_heard(bench: Bench) -> None:
+    """A completion's prompt ids repeat each sound's placeholder as the model needs, and can be sent back."""
+    sounds = [_noise(1), _noise(2, 1.3)]
+    asked = _with_sounds(sounds)
+    (completion,) = (await bench.engine.generate(asked, _SEEN)).completions
+    _check_seen(bench, completion, sounds=sounds)
+    written, seen = bench.engine.tokenizer.encode(asked), completion.prompt_token_ids
+    (token,) = {token for token in seen if seen.count(token) > written.count(token)}
+    for token_ids in (written, seen):
+        prompt = TokenPrompt(token_ids=tuple(token_ids), media=asked.media)
+        (again,) = (await bench.engine.generate(prompt, _SEEN)).completions
+        assert again.prompt_token_ids == seen
+        _check_seen(bench, again, sounds=sounds)
+    untokenized = TokenPrompt(token_ids=(*_NO_TEXT, *seen), media=asked.media)
+    (exact,) = (await bench.engine.generate(untokenized, _SEEN)).completions
+    assert exact.prompt_token_ids == [*_NO_TEXT, *seen]
+    _check_seen(bench, exact, sounds=sounds)
+    first = seen.index(token)
+    for wrong in ([one for one in seen if one != token], [*seen[:first], token, *seen[first:]], [*written, token]):
+        with refused(InvalidRequest, field="prompts[0]"):
+            await bench.engine.generate(TokenPrompt(token_ids=tuple(wrong), media=asked.media), _SEEN)
+
+
+@case(Capability.AUDIO, model=ModelKind.AUDIO, config=_BOUNDED)
+async def openais_input_audio_is_heard(bench: Bench) -> None:
+    """An ``input_audio`` part of an OpenAI message is heard like the same sound beside a chat prompt."""
+    sound = _noise(1)
+    (completion,) = (await bench.engine.generate(_with_sounds([sound]), _SEEN)).completions
+    _check_seen(bench, completion, sounds=[sound])
+    data = base64.b64encode(sound.file).decode()
+    parts = [
+        {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}},
+        {"type": "text", "text": "Describe the audio in one word."},
+    ]
+    answer = await bench.engine.chat_completion(
+        {"messages": [{"role": "user", "content": parts}], "max_tokens": _SEEN.max_new_tokens, "temperature": 0}
+    )
+    assert answer["prompt_token_ids"] == completion.prompt_token_ids
+    assert answer["choices"][0]["token_ids"] == completion.token_ids
+
+
+@case(Capability.AUDIO, Capability.PROMPT_LOGPROBS, model=ModelKind.AUDIO, config=_BOUNDED)
+async def prompts_with_sounds_are_scored(bench: Bench) -> None:
+    """Prompt logprobs, also those of sound placeholders, are those of an independent forward pass."""
+    sounds = [_noise(1), _noise(2, 1.3)]
+    params = _SEEN.model_copy(update={"prompt_logprobs": 0})
+    (completion,) = (await bench.engine.generate(_with_sounds(sounds), params)).completions
+    _check_scored(bench, completion, sounds=sounds)
+    _check_seen(bench, completion, sounds=sounds)
+
+
+@case(Capability.AUDIO, Capability.PREFIX_CACHE, model=ModelKind.AUDIO, config=_BOUNDED)
+async def a_cached_sound_is_no_other(bench: Bench) -> None:
+    """The prefix cache serves a sound again, but never for another sound of the same length."""
+    engine = bench.engine
+    await engine.reset_prefix_cache()
+    one, other = _noise(1, 1.0), _noise(2, 1.0)
+    seen: list[list[int]] = []
+    for sound, is_new in ((one, True), (other, True), (one, False), (other, False)):
+        (completion,) = (await engine.generate(_with_sounds([sound]), _SEEN)).completions
+        _check_seen(bench, completion, sounds=[sound])
+        seen.append(completion.prompt_token_ids)
+        assert (completion.cached_tokens <= _first_place(completion)) is is_new
+    assert seen[0] == seen[1], "the sounds take different ids, so they could not have been mixed"
+    await engine.reset_prefix_cache()
+    (completion,) = (await engine.generate(_with_sounds([one]), _SEEN)).completions
+    assert completion.cached_tokens == 0
+    _check_seen(bench, completion, sounds=[one])
+
+
+@case(Capability.AUDIO, Capability.PREFIX_CACHE, model=ModelKind.AUDIO, config=_BOUNDED)
+async def a_further_turn_adds_a_sound(bench: Bench) -> None:
+    """A prompt that begins with an earlier one and adds a sound hears both, the first in the cached prefix."""
+    engine, sounds = bench.engine, [_noise(1), _noise(2)]
+    await engine.reset_prefix_cache()
+    (first,) = (await engine.generate(_with_sounds(sounds[:1]), _SEEN)).completions
+    added = engine.tokenizer.encode(_with_sounds(sounds[1:]))
+    turn = TokenPrompt(token_ids=(*first.prompt_token_ids, *added), media=_with_sounds(sounds).media)
+    (second,) = (await engine.generate(turn, _SEEN)).completions
+    _check_seen(bench, second, sounds=sounds)
+    assert second.cached_tokens > _first_place(first), "the sound of the first turn is computed again"
+
+
+@case(Capability.AUDIO, Capability.ABORT, model=ModelKind.AUDIO, config=_BOUNDED)
+async def an_aborted_request_leaves_the_sounds_of_others(bench: Bench) -> None:
+    """Requests with sounds are aborted one by one, and the others hear their own sounds to the end."""
+    engine, params = bench.engine, bench.long(160, logprobs=0)
+    heard, ids = [[_noise(1)], [_noise(2)], [_noise(3), _noise(1)]], ["first", "second", "third"]
+    prompts = [_with_sounds(sounds) for sounds in heard]
+    task = await until_running(engine, 3, lambda: engine.generate(prompts, params, request_ids=ids))
+    try:
+        for request_id in ("third", "first"):
+            await engine.abort(request_id)
+        completions = (await task).completions
+    finally:
+        await end_requests(engine, task)
+    assert completions[1].finish_reason is not FinishReason.ABORT
+    for completion, sounds in zip(completions, heard, strict=True):
+        if completion.token_ids:
+            _check_seen(bench, completion, sounds=sounds)
+
+
+@case(Capability.AUDIO, Capability.WEIGHTS_DISK, model=ModelKind.AUDIO, config=_BOUNDED, changes_weights=True)
+async def new_weights_hear_a_sound_anew(bench: Bench) -> None:
+    """After an update a sound heard before is heard with the new weights, including the audio model's."""
+    other, sounds = bench.other_weights(), [_noise(1)]
+    await bench.engine.generate(_with_sounds(sounds), _SEEN)
+    await bench.engine.load_weights_from_disk(str(other), "new")
+    (completion,) = (await bench.engine.generate(_with_sounds(sounds), _SEEN)).completions
+    assert completion.weight_version in ("new", None)
+    _check_seen(bench, completion, model=other, sounds=sounds)
+
+
+@case(Capability.AUDIO, Capability.READ_WEIGHTS, model=ModelKind.AUDIO, config=_BOUNDED)
+async def every_tensor_of_a_model_with_sounds_can_be_read(bench: Bench) -> None:
+    """Each tensor of the checkpoint, including the audio model's, is in the manifest and reads back unchanged."""
+    await _check_readable(bench, _with_sounds([_noise(1)]))
+
+
+@case(Capability.AUDIO, Capability.PAUSE_RETRACT, model=ModelKind.AUDIO, config=_BOUNDED)
+async def a_retracted_sound_is_heard_again(bench: Bench) -> None:
+    """A retracted request continues with its sound."""
+    await _check_retracted(bench, lambda side: ([], [], [_noise(side, 1.0)]))
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -614,6 +819,48 @@ class _Video:
         )
 
 
+@dataclass(frozen=True)
+class _Sound:
+    samples: NDArray[np.int16]
+    """Shape (samples,)."""
+    rate: int = _HERTZ
+
+    @property
+    def file(self) -> bytes:
+        """The sound as a WAV file of 16 bits."""
+        file = io.BytesIO()
+        with wave.open(file, "wb") as writer:
+            writer.setnchannels(1)
+            writer.setsampwidth(2)
+            writer.setframerate(self.rate)
+            writer.writeframes(self.samples.astype("<i2").tobytes())
+        return file.getvalue()
+
+    @property
+    def heard(self) -> NDArray[np.float32]:
+        """The decoded sound, computed without the file."""
+        assert self.rate == _HERTZ
+        return (self.samples / 32768).astype(np.float32)
+
+
+def _noise(seed: int, seconds: float = 0.5, rate: int = _HERTZ) -> _Sound:
+    samples = np.random.default_rng(seed).standard_normal(round(seconds * rate)) * 4000
+    return _Sound(samples.clip(-32768, 32767).astype(np.int16), rate)
+
+
+def _silence(seconds: float) -> _Sound:
+    return _Sound(np.zeros(round(seconds * _HERTZ), dtype=np.int16))
+
+
+def _sine(hertz: float, rate: int = _HERTZ, seconds: float = 0.5) -> _Sound:
+    at = np.arange(round(seconds * rate)) / rate
+    return _Sound((np.sin(2 * np.pi * hertz * at) * 12_000).astype(np.int16), rate)
+
+
+_Beside = tuple[Sequence[bytes], Sequence[_Video], Sequence[_Sound]]
+"""Images, videos and sounds of a prompt."""
+
+
 def _with_images(images: Sequence[bytes]) -> ChatPrompt:
     return _chat("image", [ImageInput(data=image) for image in images])
 
@@ -622,18 +869,38 @@ def _with(*, videos: Sequence[_Video]) -> ChatPrompt:
     return _chat("video", [VideoInput(data=video.file) for video in videos])
 
 
+def _with_sounds(sounds: Sequence[_Sound]) -> ChatPrompt:
+    return _chat("audio", [AudioInput(data=sound.file) for sound in sounds])
+
+
+def _prompt_beside(media: _Beside) -> ChatPrompt:
+    images, videos, sounds = media
+    return _with_images(images) if images else _with(videos=videos) if videos else _with_sounds(sounds)
+
+
 def _logits_of(
-    bench: Bench, ids: Sequence[int], images: Sequence[bytes], videos: Sequence[_Video], model: Path | None = None
+    bench: Bench,
+    ids: Sequence[int],
+    images: Sequence[bytes],
+    videos: Sequence[_Video],
+    model: Path | None = None,
+    sounds: Sequence[_Sound] = (),
 ) -> Logits:
-    """Return the oracle's logits of ids that contain the placeholders of these images and videos."""
+    """Return the oracle's logits of ids that contain the placeholders of these images and videos, or sounds."""
     oracle = bench.oracle(model)
+    if sounds:
+        if not isinstance(oracle, SoundsOracle):
+            raise NoOracle
+        return oracle.logits_beside_sounds(ids, [sound.heard for sound in sounds])
     if videos:
         if not isinstance(oracle, VideosOracle):
             raise NoOracle
         return oracle.logits_beside_videos(ids, images, [video.film for video in videos])
+    if not images:
+        return oracle.logits(ids)
     if not isinstance(oracle, ImagesOracle):
         raise NoOracle
-    return oracle.logits_beside(ids, images) if images else oracle.logits(ids)
+    return oracle.logits_beside(ids, images)
 
 
 def _output_logits(
@@ -642,14 +909,15 @@ def _output_logits(
     images: Sequence[bytes] = (),
     model: Path | None = None,
     videos: Sequence[_Video] = (),
+    sounds: Sequence[_Sound] = (),
 ) -> Logits:
     """Return the oracle's logits of a completion up to its first placeholder, which the oracle would see as media."""
     prompt, tokens = completion.prompt_token_ids, completion.token_ids
-    if images or videos:
+    if images or videos or sounds:
         places = _places(completion)
         until = next((at for at, token in enumerate(tokens) if token in places), len(tokens))
         tokens = tokens[: until + 1]
-    return _logits_of(bench, [*prompt, *tokens[:-1]], images, videos, model)[len(prompt) - 1 :]
+    return _logits_of(bench, [*prompt, *tokens[:-1]], images, videos, model, sounds)[len(prompt) - 1 :]
 
 
 def _first_place(completion: Completion) -> int:
@@ -659,7 +927,7 @@ def _first_place(completion: Completion) -> int:
 
 
 def _places(completion: Completion) -> set[int]:
-    """Return the placeholder tokens of images and videos: those that occur more than twice in a row."""
+    """Return the placeholder tokens of media: those that occur more than twice in a row."""
     runs = itertools.groupby(completion.prompt_token_ids)
     return {token for token, run in runs if len(list(run)) > 2}
 
@@ -670,61 +938,73 @@ def _check_seen(
     images: Sequence[bytes] = (),
     model: Path | None = None,
     videos: Sequence[_Video] = (),
+    sounds: Sequence[_Sound] = (),
 ) -> None:
-    """Raise unless a completion's tokens and logprobs are the oracle's greedy ones for these images and videos."""
+    """Raise unless a completion's tokens and logprobs are the oracle's greedy ones for these media."""
+    beside = f"{len(images)} images, {len(videos)} videos and {len(sounds)} sounds"
     assert completion.logprobs is not None
     assert completion.token_ids
-    rows = log_softmax(_output_logits(bench, completion, images, model, videos))
+    rows = log_softmax(_output_logits(bench, completion, images, model, videos, sounds))
     expected = [float(row[token]) for row, token in zip(rows, completion.token_ids[: len(rows)], strict=True)]
     below = max(float(row.max()) - value for row, value in zip(rows, expected, strict=True))
-    assert below <= bench.tolerance(), (
-        f"a greedy token beside {len(images)} images and {len(videos)} videos is {below:.2g} nats below the most likely"
-    )
+    assert below <= bench.tolerance(), f"a greedy token beside {beside} is {below:.2g} nats below the most likely"
     worst = max(abs(one - other) for one, other in zip(completion.logprobs[: len(rows)], expected, strict=True))
     assert worst <= bench.tolerance(), (
-        f"logprobs beside {len(images)} images and {len(videos)} videos are {worst:.2g} from those of the model: "
-        f"{completion.logprobs}"
+        f"logprobs beside {beside} are {worst:.2g} from those of the model: {completion.logprobs}"
     )
 
 
 def _check_scored(
-    bench: Bench, completion: Completion, images: Sequence[bytes] = (), videos: Sequence[_Video] = ()
+    bench: Bench,
+    completion: Completion,
+    images: Sequence[bytes] = (),
+    videos: Sequence[_Video] = (),
+    sounds: Sequence[_Sound] = (),
 ) -> None:
-    """Raise unless the prompt's logprobs are the oracle's for these images and videos."""
+    """Raise unless the prompt's logprobs are the oracle's for these media."""
     prompt, scores = completion.prompt_token_ids, completion.prompt_logprobs
     assert scores is not None
     assert scores[0] is None
-    rows = log_softmax(_logits_of(bench, prompt, images, videos))
+    rows = log_softmax(_logits_of(bench, prompt, images, videos, sounds=sounds))
     for index, (token, score) in enumerate(zip(prompt[1:], scores[1:], strict=True)):
         assert score is not None
         assert abs(score - rows[index, token]) <= bench.tolerance(), f"token {index + 1} of {prompt}: {score}"
 
 
+async def _check_readable(bench: Bench, prompt: ChatPrompt) -> None:
+    """Raise unless all tensors of the checkpoint read back unchanged after a prompt."""
+    await bench.engine.generate(prompt, _SEEN)
+    stored = tensors_of(bench.model)
+    manifest = await bench.engine.weight_manifest()
+    assert {spec.name for spec in manifest.tensors} == set(stored)
+    for name, tensor in stored.items():
+        assert (await bench.engine.get_weights_by_name(name)).data == raw_bytes(tensor), name
+
+
 async def _seen_to_the_end(
-    bench: Bench, params: SamplingParams, of_side: Callable[[int], tuple[Sequence[bytes], Sequence[_Video]]]
-) -> tuple[Sequence[bytes], Sequence[_Video], Completion]:
+    bench: Bench, params: SamplingParams, of_side: Callable[[int], _Beside]
+) -> tuple[_Beside, Completion]:
     """Return media whose answer has no placeholder, so that the oracle can check it to its end, and the answer."""
     for side in range(56, 196, 28):
-        images, videos = of_side(side)
-        prompt = _with_images(images) if images else _with(videos=videos)
-        (whole,) = (await bench.engine.generate(prompt, params)).completions
+        media = of_side(side)
+        (whole,) = (await bench.engine.generate(_prompt_beside(media), params)).completions
         if not _places(whole) & set(whole.token_ids):
-            return images, videos, whole
+            return media, whole
     raise AssertionError("every answer holds the token that stands for what is seen: none can be checked to its end")
 
 
-async def _check_retracted(bench: Bench, of_side: Callable[[int], tuple[Sequence[bytes], Sequence[_Video]]]) -> None:
+async def _check_retracted(bench: Bench, of_side: Callable[[int], _Beside]) -> None:
     """Raise unless a retracted request continues with its media, of a width whose answer has no placeholder."""
     params = bench.long(160, logprobs=0)
-    images, videos, whole = await _seen_to_the_end(bench, params, of_side)
-    prompt = _with_images(images) if images else _with(videos=videos)
-    async with bench.in_flight([prompt], params) as task:
+    media, whole = await _seen_to_the_end(bench, params, of_side)
+    async with bench.in_flight([_prompt_beside(media)], params) as task:
         await bench.engine.pause_generation(PauseMode.RETRACT)
         await check_held(bench.engine, task)
         await bench.engine.continue_generation()
         (completion,) = (await task).completions
     assert len(completion.token_ids) == len(whole.token_ids)
-    _check_seen(bench, completion, images, videos=videos)
+    images, videos, sounds = media
+    _check_seen(bench, completion, images, videos=videos, sounds=sounds)
 
 
 @contextmanager
@@ -875,15 +1155,3 @@ def _avi(frames: Sequence[Callable[[int, int], Pixel]], per_second: int, width: 
     movie = parts(b"movi", *(chunk(b"00db", image) for image in images))
     entries = (struct.pack("<4sIII", b"00db", 0x10, 4 + at * (size + 8), size) for at in range(count))
     return chunk(b"RIFF", b"AVI " + headers + movie + chunk(b"idx1", b"".join(entries)))
-
-
-def _wav(period: int, rate: int = 16_000) -> bytes:
-    """Return one second of a sawtooth with a period of this many samples."""
-    samples = struct.pack(f"<{rate}h", *((at % period) * 40_000 // period - 20_000 for at in range(rate)))
-    file = io.BytesIO()
-    with wave.open(file, "wb") as writer:
-        writer.setnchannels(1)
-        writer.setsampwidth(2)
-        writer.setframerate(rate)
-        writer.writeframes(samples)
-    return file.getvalue()

@@ -73,13 +73,20 @@ class Reference:
 
     def _loaded(self) -> PreTrainedModel:
         import torch
-        from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+        from transformers import (
+            AutoConfig,
+            AutoModelForCausalLM,
+            AutoModelForImageTextToText,
+            AutoModelForMultimodalLM,
+        )
 
         config = self._config
         options: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
         try:
-            sees = hasattr(AutoConfig.from_pretrained(config.model, **options), "vision_config")
-            kind: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+            own = AutoConfig.from_pretrained(config.model, **options)
+            kind: Any = AutoModelForMultimodalLM if hasattr(own, "audio_config") else AutoModelForCausalLM
+            if hasattr(own, "vision_config"):
+                kind = AutoModelForImageTextToText
             with no_progress_bars():
                 module: PreTrainedModel = kind.from_pretrained(config.model, dtype="auto", **options)
             module.to(torch.device(self.device))  # type: ignore[arg-type]  # transformers wraps `to` without its `self`

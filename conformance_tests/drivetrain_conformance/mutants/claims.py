@@ -16,7 +16,6 @@ from typing import Any
 from drivetrain.backend.base import Backend, GenerateRequest, GenerateResult, ModelInfo
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.engine.model import StartedModel
-from drivetrain.engine.request_builder import RequestBuilder
 from drivetrain.engine.states import EngineState
 from drivetrain.engine.validation import as_prompts
 from drivetrain.errors import EngineInternalError, InvalidConfig
@@ -202,12 +201,20 @@ class claims_abort_and_refuses_it(SoundBackend):
         raise self._unsupported(Capability.ABORT)
 
 
-@mutant("multimodal/another_sound_has_another_answer", says="expected UnsupportedCapability for one of audio")
-class passes_on_what_it_does_not_claim(StartedModel):
-    """Requests for what is unclaimed reach the backend, which knows nothing of them and drops them in silence."""
+@mutant("lora/adapters_without_enable_lora", says="expected UnsupportedCapability for one of lora")
+class passes_over_what_it_does_not_claim(InferenceEngine):
+    """Adapters that it cannot serve are loaded, used and unloaded without an effect, and without an error."""
 
-    def new_builder(self) -> RequestBuilder:
-        return RequestBuilder(self.controller.config, frozenset(Capability), self.info, self.tokenizer)
+    async def load_lora_adapter(
+        self, lora_name: str, lora_path: str | os.PathLike[str], *, pinned: bool = False
+    ) -> None:
+        """Load nothing."""
+
+    async def unload_lora_adapter(self, lora_name: str) -> None:
+        """Unload nothing."""
+
+    async def generate(self, *prompts: Any, **options: Any) -> GenerationOutput:
+        return await super().generate(*prompts, **{**options, "lora": None})
 
 
 @mutant("sleep/the_memory_of_cuda_graphs_comes_back", says="expected UnsupportedCapability for one of sleep_cuda_graph")

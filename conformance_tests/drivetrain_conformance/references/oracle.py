@@ -85,6 +85,20 @@ class VideosOracle(ImagesOracle, Protocol):
         ...
 
 
+@runtime_checkable
+class SoundsOracle(Oracle, Protocol):
+    """An oracle that also takes sounds."""
+
+    def logits_beside_sounds(self, token_ids: Sequence[int], sounds: Sequence[NDArray[np.float32]]) -> Logits:
+        """Return the logits of token ids in which each sound's placeholder token is repeated as the model requires.
+
+        Args:
+            token_ids: The prompt and the completion.
+            sounds: Samples before they were encoded into a file: one channel at the model's own rate, shape (samples,).
+        """
+        ...
+
+
 class TransformersOracle:
     """A transformers forward pass in float32 on the CPU: no cache, no batch, no padding."""
 
@@ -94,10 +108,17 @@ class TransformersOracle:
     @cached_property
     def _model(self) -> PreTrainedModel:
         import torch
-        from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+        from transformers import (
+            AutoConfig,
+            AutoModelForCausalLM,
+            AutoModelForImageTextToText,
+            AutoModelForMultimodalLM,
+        )
 
-        sees = hasattr(AutoConfig.from_pretrained(self._path), "vision_config")
-        kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+        config = AutoConfig.from_pretrained(self._path)
+        kind: Any = AutoModelForMultimodalLM if hasattr(config, "audio_config") else AutoModelForCausalLM
+        if hasattr(config, "vision_config"):
+            kind = AutoModelForImageTextToText
         with no_progress_bars():
             model: PreTrainedModel = kind.from_pretrained(self._path, dtype=torch.float32)
         model.requires_grad_(False)
@@ -189,6 +210,22 @@ class TransformersOracle:
             inputs |= made
         positions = _positions(token_ids, grids, config.vision_config.spatial_merge_size)
         return self.logits_with(token_ids, position_ids=torch.from_numpy(positions)[:, None], **inputs)
+
+    @cached_property
+    def _feature_extractor(self) -> Any:
+        from transformers import AutoFeatureExtractor
+
+        return AutoFeatureExtractor.from_pretrained(self._path)
+
+    def logits_beside_sounds(self, token_ids: Sequence[int], sounds: Sequence[NDArray[np.float32]]) -> Logits:
+        """Run the model over the whole sequence and the sounds."""
+        extractor = self._feature_extractor
+        made = extractor(
+            list(sounds), sampling_rate=extractor.sampling_rate, return_attention_mask=True, return_tensors="pt"
+        )
+        return self.logits_with(
+            token_ids, input_features=made["input_features"], feature_attention_mask=made["attention_mask"]
+        )
 
     def hidden_states(self, token_ids: Sequence[int]) -> Logits:
         """Run the model without its head over the whole sequence."""

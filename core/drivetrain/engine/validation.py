@@ -383,8 +383,8 @@ def check_media(prompt: Prompt, where: str, config: EngineConfig, capabilities: 
 
 
 def _lacking(capability: Capability) -> str:
-    if capability is Capability.VIDEO and importlib.util.find_spec("av") is None:
-        return " (PyAV, which reads it, is not installed here: pip install 'drivetrain[video]')"
+    if capability in (Capability.VIDEO, Capability.AUDIO) and importlib.util.find_spec("av") is None:
+        return f" (PyAV, which reads it, is not installed here: pip install 'drivetrain[{capability.value}]')"
     if capability in STRUCTURED_OUTPUT and importlib.util.find_spec("xgrammar") is None:
         return " (xgrammar, which compiles it, is not installed here: pip install 'drivetrain[transformers]')"
     return ""

@@ -5,24 +5,18 @@ For backends, in the engine's process.
 
 from __future__ import annotations
 
-import asyncio
-import hashlib
 import importlib.util
 import os
-import threading
-import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from io import BytesIO
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from drivetrain.backend.base import ReadMedium
 from drivetrain.backend.toolkit.model_folder import model_file
-from drivetrain.errors import DeadlineExceeded, InvalidRequest, UnsupportedCapability
-from drivetrain.media.inputs import named, read_bytes, unreadable
+from drivetrain.errors import InvalidRequest, UnsupportedCapability
+from drivetrain.media.reader import MediaReader, Place
 from drivetrain.media.video_frames import Bounds, decoded
 from drivetrain.types.capability import Capability
 from drivetrain.types.config import EngineConfig, Task
@@ -40,9 +34,6 @@ which cannot be expressed by repeating one placeholder token."""
 
 TIMED_MODELS: Final = frozenset({"qwen2_5_vl"})
 """Model types that are given the seconds of video per temporal grid step."""
-
-HELD_BYTES: Final = 1 << 29
-"""Maximum bytes of patches cached for the other samples of a prompt or its next turn."""
 
 IMAGE_FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
 """Formats that Pillow decodes itself; for EPS it would run Ghostscript."""
@@ -66,9 +57,6 @@ ENGINE_PREPARES: Final = (
     "leave the argument out"
 )
 """Reason to refuse engine arguments about resizing, normalising and caching media."""
-
-_FETCHES: Final = 16
-"""Maximum media that are fetched at a time."""
 
 _IMAGES: Final = 8
 """Maximum images that are decoded at a time."""
@@ -112,6 +100,11 @@ class Patches:
     inputs: Mapping[str, Any] | None = None
     """Inputs of the model's forward pass, by name, if it takes others than patches and their grid."""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the patches."""
+        return int(self.pixels.nbytes)
+
 
 @dataclass(frozen=True, slots=True)
 class Seen:
@@ -121,7 +114,7 @@ class Seen:
     videos: tuple[Patches, ...]
 
 
-class VisionReader:
+class VisionReader(MediaReader[Patches]):
     """Reads images and videos with the processors named by the model's folder, within ``config.media``.
 
     The methods do not block the event loop. Cancelling the caller ends its fetch or decoding.
@@ -130,9 +123,10 @@ class VisionReader:
     ``do_sample_frames`` and ``fps`` or ``num_frames`` in ``video_preprocessor_config.json``, frames are sampled.
     """
 
+    says: ClassVar[str] = "images and videos"
+
     def __init__(self, config: EngineConfig, model_config: Any, context_length: int) -> None:
-        self._config = config
-        self._context_length = context_length
+        super().__init__(config, context_length)
         self.image_token_id = int(model_config.image_token_id)
         """Placeholder token id of an image, repeated once per image token."""
         self.video_token_id = int(getattr(model_config, "video_token_id", -1))
@@ -143,9 +137,6 @@ class VisionReader:
             self.around = int(model_config.vision_start_token_id), int(model_config.vision_end_token_id)
         self._takes_videos = model_config.model_type in VIDEO_MODELS
         self._is_timed = model_config.model_type in TIMED_MODELS
-        self._held: OrderedDict[str, Patches] = OrderedDict()
-        self._lock = threading.Lock()
-        self._fetching = asyncio.Semaphore(_FETCHES)
         self._images = ThreadPoolExecutor(min(_IMAGES, os.cpu_count() or 1), "drivetrain-images")
         self._videos = ThreadPoolExecutor(_VIDEOS, "drivetrain-videos")
 
@@ -167,39 +158,13 @@ class VisionReader:
             config.model, revision=config.revision, trust_remote_code=config.trust_remote_code
         )
 
-    async def read(self, media: Sequence[MediaInput]) -> list[ReadMedium]:
-        """Fetch and decode the media of one prompt.
-
-        Raises:
-            InvalidRequest: A medium is not an image or video, cannot be fetched, or is too large; or all together are.
-            DeadlineExceeded: One medium took longer than ``config.timeouts.media``.
-        """
-        found: list[ReadMedium] = []
-        size = tokens = 0
-        for medium in media:
-            self._check_kind(medium)
-            async with self._fetching:
-                data = await read_bytes(medium, self._config)
-            size += len(data)
-            if size > self._config.media.max_bytes:
-                raise InvalidRequest(
-                    f"the images and videos beside a prompt have more than {self._config.media.max_bytes} bytes "
-                    "together (media.max_bytes); give fewer or smaller ones",
-                    field="prompts",
-                )
-            count = (await self._patches(medium, data)).count
-            tokens += count
-            if tokens > self._context_length:
-                raise InvalidRequest(
-                    f"{len(found) + 1} images and videos beside a prompt take {tokens} tokens; the context holds "
-                    f"{self._context_length}, so give fewer or smaller ones",
-                    field="prompts",
-                )
-            looked_for = None if medium.data is not None else data
-            token_id = self.video_token_id if isinstance(medium, VideoInput) else self.image_token_id
-            follows = None if self.around is None else self.around[0]
-            found.append(ReadMedium(token_id, count, looked_for, follows))
-        return found
+    def place(self, medium: MediaInput) -> Place:
+        """Return the token ids that stand for an image, or for a video if the model takes them."""
+        if not isinstance(medium, ImageInput) and not (isinstance(medium, VideoInput) and self._takes_videos):
+            kinds = "images and videos" if self._takes_videos else "images"
+            raise InvalidRequest(f"this model takes {kinds}, and no {type(medium).__name__}", field="prompts")
+        token_id = self.video_token_id if isinstance(medium, VideoInput) else self.image_token_id
+        return Place(token_id, None if self.around is None else self.around[0])
 
     async def example(self, size: tuple[int, int]) -> tuple[list[int], tuple[MediaInput, ...]]:
         """Return a prompt of one black image with this width and height in pixels, and the image."""
@@ -216,62 +181,18 @@ class VisionReader:
         Raises:
             InvalidRequest: As in :meth:`read`.
         """
-        made: list[tuple[bool, Patches]] = []
-        for medium in media:
-            self._check_kind(medium)
-            data = await read_bytes(medium, self._config)
-            made.append((isinstance(medium, VideoInput), await self._patches(medium, data)))
+        made = await self.prepared(media)
+        kinds = [isinstance(medium, VideoInput) for medium in media]
         return Seen(
-            tuple(patches for is_video, patches in made if not is_video),
-            tuple(patches for is_video, patches in made if is_video),
+            tuple(patches for patches, is_video in zip(made, kinds, strict=True) if not is_video),
+            tuple(patches for patches, is_video in zip(made, kinds, strict=True) if is_video),
         )
 
-    def _check_kind(self, medium: MediaInput) -> None:
-        if not isinstance(medium, ImageInput) and not (isinstance(medium, VideoInput) and self._takes_videos):
-            kinds = "images and videos" if self._takes_videos else "images"
-            raise InvalidRequest(f"this model takes {kinds}, and no {type(medium).__name__}", field="prompts")
+    def _threads(self, medium: MediaInput) -> ThreadPoolExecutor:
+        return self._videos if isinstance(medium, VideoInput) else self._images
 
-    async def _patches(self, medium: MediaInput, data: bytes) -> Patches:
-        left = threading.Event()
-        threads = self._videos if isinstance(medium, VideoInput) else self._images
-        try:
-            return await asyncio.get_running_loop().run_in_executor(threads, self._held_or_made, medium, data, left)
-        finally:
-            left.set()
-
-    def _held_or_made(self, medium: MediaInput, data: bytes, left: threading.Event) -> Patches:
-        # The same bytes can be both an image and a video.
-        kind = type(medium).__name__.encode()
-        name = hashlib.blake2b(data, digest_size=16, person=kind[:16]).hexdigest()
-        with self._lock:
-            held = self._held.get(name)
-            if held is not None:
-                self._held.move_to_end(name)
-                return held
-        made = self._made(medium, data, name, left)
-        with self._lock:
-            self._held[name] = made
-            while len(self._held) > 1 and sum(one.pixels.nbytes for one in self._held.values()) > HELD_BYTES:
-                self._held.popitem(last=False)
-        return made
-
-    def _made(self, medium: MediaInput, data: bytes, name: str, left: threading.Event) -> Patches:
-        seconds = self._config.timeouts.media
-        ends = time.monotonic() + seconds
-
-        def look() -> None:
-            if left.is_set() or time.monotonic() > ends:
-                raise DeadlineExceeded(
-                    f"waited {seconds:g} s for {named(medium)} to be decoded (timeouts.media); it was left off"
-                )
-
-        try:
-            return self._video(data, name, look) if isinstance(medium, VideoInput) else self._image(data, name)
-        except (DeadlineExceeded, UnsupportedCapability):
-            raise
-        except Exception as error:  # broken files make decoders raise anything
-            told = type(error) is ValueError and str(error)
-            raise unreadable(medium, told or f"{type(error).__name__}: {error}") from error
+    def _prepare(self, medium: MediaInput, data: bytes, name: str, look: Callable[[], None]) -> Patches:
+        return self._video(data, name, look) if isinstance(medium, VideoInput) else self._image(data, name)
 
     def _image(self, data: bytes, name: str) -> Patches:
         made = self._image_processor(images=[self._opened(data)], return_tensors="pt")

@@ -6,6 +6,6 @@ from drivetrain.checks.extras import from_extra
 
 with from_extra("transformers", "drivetrain.testing"):
     from drivetrain.testing.byte_tokenizer import byte_tokenizer
-    from drivetrain.testing.tiny_model import ARCHITECTURES, VISION_ARCHITECTURES, tiny_model
+    from drivetrain.testing.tiny_model import ARCHITECTURES, AUDIO_ARCHITECTURES, VISION_ARCHITECTURES, tiny_model
 
-__all__ = ["ARCHITECTURES", "VISION_ARCHITECTURES", "byte_tokenizer", "tiny_model"]
+__all__ = ["ARCHITECTURES", "AUDIO_ARCHITECTURES", "VISION_ARCHITECTURES", "byte_tokenizer", "tiny_model"]

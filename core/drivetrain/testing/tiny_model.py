@@ -19,10 +19,12 @@ from typing import Any, Final
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
     GenerationConfig,
     PreTrainedConfig,
 )
@@ -30,12 +32,19 @@ from transformers import (
 from drivetrain.backend.toolkit.progress_bars import no_progress_bars
 from drivetrain.checks.safe_repr import shown
 from drivetrain.errors import InvalidConfig
-from drivetrain.testing.byte_tokenizer import SPECIAL_TOKENS, VISION_TOKENS, VOCAB_SIZE, byte_tokenizer
+from drivetrain.testing.byte_tokenizer import (
+    AUDIO_TOKENS,
+    SPECIAL_TOKENS,
+    VISION_TOKENS,
+    VOCAB_SIZE,
+    byte_tokenizer,
+)
 
 ConfigValue = str | int | float | bool | None | Sequence["ConfigValue"] | Mapping[str, "ConfigValue"]
 
 _ENDOFTEXT, _IM_START, _IM_END, _PAD = range(256, 256 + len(SPECIAL_TOKENS))
 _VISION_START, _VISION_END, _IMAGE, _VIDEO = range(VOCAB_SIZE, VOCAB_SIZE + len(VISION_TOKENS))
+_AUDIO: Final = VOCAB_SIZE + AUDIO_TOKENS.index("<|AUDIO|>")
 _random_state: Final = threading.Lock()
 """Held while torch's random state, which all threads share, is replaced."""
 _FILES: Final = ("config.json", "model.safetensors", "tokenizer.json", "generation_config.json")
@@ -224,6 +233,28 @@ VISION_ARCHITECTURES: Final[Mapping[str, Mapping[str, ConfigValue]]] = MappingPr
 """The same for vision models. The first three take videos too, and images of many sizes; for LLaVA an image is resized,
 cropped, and always 16 tokens."""
 
+_MEL_BINS: Final = 32
+
+AUDIO_ARCHITECTURES: Final[Mapping[str, Mapping[str, ConfigValue]]] = MappingProxyType(
+    {
+        "qwen2_audio": {
+            "audio_token_index": _AUDIO,
+            "tie_word_embeddings": False,
+            "text_config": {**_GROUPED, "vocab_size": VOCAB_SIZE + len(AUDIO_TOKENS), "model_type": "qwen2"},
+            "audio_config": {
+                "num_mel_bins": _MEL_BINS,
+                "encoder_layers": 2,
+                "encoder_attention_heads": 2,
+                "encoder_ffn_dim": _WIDTH,
+                "d_model": _WIDTH,
+                "initializer_range": 0.1,
+            },
+        },
+    }
+)
+"""The same for audio models. They hear 30 seconds at once, of which 40 milliseconds are a token; a sound of any length
+takes the encoder as long as one of 30 seconds."""
+
 _PREPROCESSOR: Final = {
     "image_processor_type": "Qwen2VLImageProcessor",
     "patch_size": _PATCH,
@@ -249,12 +280,20 @@ _PROCESSORS: Final[Mapping[str, Mapping[str, Mapping[str, object]]]] = MappingPr
                 "num_additional_image_tokens": 1,
                 "vision_feature_select_strategy": "default",
             },
-        }
+        },
+        "qwen2_audio": {
+            "preprocessor_config.json": {
+                "feature_extractor_type": "WhisperFeatureExtractor",
+                "processor_class": "Qwen2AudioProcessor",
+                "feature_size": _MEL_BINS,
+                "return_attention_mask": True,
+            }
+        },
     }
 )
-"""Files of the processors that are not Qwen's."""
+"""Files of the processors that are not Qwen-VL's."""
 
-_KNOWN: Final = {**ARCHITECTURES, **VISION_ARCHITECTURES}
+_KNOWN: Final = {**ARCHITECTURES, **VISION_ARCHITECTURES, **AUDIO_ARCHITECTURES}
 
 
 def tiny_model(
@@ -276,8 +315,11 @@ def tiny_model(
     has 4 to 64 tokens; the video processor uses the same configuration, with as many tokens per pair of frames. For
     LLaVA an image has 16 tokens.
 
+    A model of :data:`AUDIO_ARCHITECTURES` takes sounds instead, and has three more token ids than a text model.
+
     Args:
-        architecture: A key of :data:`ARCHITECTURES` or :data:`VISION_ARCHITECTURES`, such as ``"llama"``.
+        architecture: A key of :data:`ARCHITECTURES`, :data:`VISION_ARCHITECTURES` or :data:`AUDIO_ARCHITECTURES`, such
+            as ``"llama"``.
         directory: An empty or new folder to write to. None: a folder in the system's temporary directory, shared by
             this user's calls with the same arguments; treat it as read-only.
         seed: Seed of the weights.
@@ -311,11 +353,13 @@ def tiny_model(
 def _write(folder: Path, architecture: str, seed: int, overrides: Mapping[str, ConfigValue]) -> None:
     config = _config(architecture, overrides)
     dtype = config.dtype or torch.float32
-    takes_images = architecture in VISION_ARCHITECTURES
+    takes_images, takes_audio = architecture in VISION_ARCHITECTURES, architecture in AUDIO_ARCHITECTURES
     with _random_state, torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
         torch.manual_seed(seed)
         try:
             kind: Any = AutoModelForImageTextToText if takes_images else AutoModelForCausalLM
+            if takes_audio:
+                kind = AutoModelForMultimodalLM
             model = kind.from_config(config, dtype=torch.float32)
             # Biases start as zeros and norms as ones, so code that forgets one would go unnoticed.
             for parameter in model.parameters():
@@ -332,12 +376,23 @@ def _write(folder: Path, architecture: str, seed: int, overrides: Mapping[str, C
     )
     with no_progress_bars():
         model.save_pretrained(folder)
+    if takes_audio:
+        _correct_names(folder / "model.safetensors")
     length = getattr(config.get_text_config(), "max_position_embeddings", None) or 1024
-    byte_tokenizer(model_max_length=length, vision=takes_images).save_pretrained(folder)
-    if takes_images:
+    byte_tokenizer(model_max_length=length, vision=takes_images, audio=takes_audio).save_pretrained(folder)
+    if takes_images or takes_audio:
         files = _PROCESSORS.get(architecture, {"preprocessor_config.json": _PREPROCESSOR})
         for name, fields in files.items():
             (folder / name).write_text(json.dumps(fields, indent=2), encoding="utf-8")
+
+
+def _correct_names(file: Path) -> None:
+    """Give tensors the names that Qwen2-Audio's checkpoint has: transformers 5.19 reverts one renaming twice."""
+    tensors = load_file(file)
+    wrong = "language_model.model.model."
+    if any(name.startswith(wrong) for name in tensors):
+        corrected = {name.replace(wrong, "language_model.model."): tensor for name, tensor in tensors.items()}
+        save_file(corrected, file, metadata={"format": "pt"})
 
 
 def _does_not_work(architecture: str, overrides: Mapping[str, ConfigValue], error: Exception) -> InvalidConfig:

@@ -116,6 +116,12 @@ class MediaLimits(BaseModel):
         ge=1,
         description="Maximum pixels of all kept frames of a video; each pixel temporarily takes nine bytes.",
     )
+    max_audio_seconds: Seconds = Field(default=3600.0, description="Maximum length of a sound in seconds.")
+    max_audio_samples: StrictInt = Field(
+        default=1 << 28,
+        ge=1,
+        description="Maximum samples of a sound, of all its channels together; decoding takes four bytes for each.",
+    )
     allow_private_hosts: bool = Field(
         default=True,
         description="Also fetch from loopback, link-local and private addresses, and through the environment's "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping, Sequence
 from io import BytesIO
 from typing import TYPE_CHECKING, Final, Literal, Self
@@ -14,11 +15,16 @@ from drivetrain.errors import InvalidRequest
 from drivetrain.types.sampling import TokenId
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from PIL.Image import Image
 
 
 _OF_PNG: Final = frozenset({"1", "L", "LA", "P", "RGB", "RGBA"})
 """PIL image modes that PNG stores without conversion and every reader supports."""
+
+_IEEE_FLOAT: Final = 3
+"""Code of floating-point samples in a WAV file."""
 
 
 class _Frozen(BaseModel):
@@ -65,7 +71,57 @@ class VideoInput(_Media):
 
 
 class AudioInput(_Media):
-    """A sound that comes with the prompt."""
+    """A sound that comes with the prompt: a WAV, FLAC, MP3 or Ogg file.
+
+    Its channels are averaged, and it is resampled to the model's sampling rate.
+    """
+
+    @classmethod
+    def from_array(cls, samples: NDArray[np.floating], sampling_rate: int) -> Self:
+        """Make an input from samples, which are sent to the engine as a WAV file of float32, without further loss.
+
+        Args:
+            samples: One channel, shape (samples,), floating point, usually between -1 and 1.
+            sampling_rate: Samples per second, in Hz.
+
+        Raises:
+            InvalidRequest: ``samples`` is no such array, holds nothing or a value that is not finite, or
+                ``sampling_rate`` is not a positive number of samples.
+        """
+        import numpy as np
+
+        if not _is_mono(samples):
+            raise InvalidRequest(
+                f"samples={shown(samples)}: expected an array of floating point of shape (samples,); average several "
+                "channels, and divide integers by their largest value",
+                field="samples",
+            )
+        if not _is_rate(sampling_rate):
+            raise InvalidRequest(
+                f"sampling_rate={shown(sampling_rate)}: expected samples per second, such as 16000",
+                field="sampling_rate",
+            )
+        if not bool(np.isfinite(samples).all()):
+            raise InvalidRequest("samples holds values that are not finite; expected numbers", field="samples")
+        data = samples.astype("<f4").tobytes()
+        form = struct.pack("<HHIIHHH", _IEEE_FLOAT, 1, sampling_rate, 4 * sampling_rate, 4, 32, 0)
+        body = (
+            b"WAVE" + _chunk(b"fmt ", form) + _chunk(b"fact", struct.pack("<I", samples.size)) + _chunk(b"data", data)
+        )
+        return cls(data=_chunk(b"RIFF", body))
+
+
+def _is_mono(samples: object) -> bool:
+    is_float = getattr(getattr(samples, "dtype", None), "kind", None) == "f"
+    return is_float and getattr(samples, "ndim", None) == 1 and len(samples) > 0  # type: ignore[arg-type]
+
+
+def _is_rate(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 1 << 30
+
+
+def _chunk(name: bytes, content: bytes) -> bytes:
+    return name + struct.pack("<I", len(content)) + content
 
 
 MediaInput = ImageInput | VideoInput | AudioInput

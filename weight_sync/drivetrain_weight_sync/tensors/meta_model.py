@@ -26,6 +26,8 @@ def without_weights(
         kind = AutoModelForSequenceClassification
     elif hasattr(config, "vision_config"):
         kind = AutoModelForImageTextToText
+    elif hasattr(config, "audio_config"):
+        kind = transformers.AutoModelForMultimodalLM  # older releases, as trainers may have, lack it
     with torch.device("meta"):
         made: nn.Module = kind.from_config(config, trust_remote_code=trust_remote_code)
     made.tie_weights()  # type: ignore[operator]

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+
+_TWICE: Final = ("language_model.model.model.", "language_model.model.")
+"""Part of the names that transformers 5.19 gives Qwen2-Audio's tensors, and that of the checkpoint: it reverts one
+renaming twice."""
 
 
 def by_checkpoint_name(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -35,6 +40,7 @@ def by_checkpoint_name(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -
         return own
     with torch.no_grad(), _WithoutCopies():
         found: dict[str, torch.Tensor] = revert_weight_conversion(model, dict(own))
+    found = {name.replace(*_TWICE): tensor for name, tensor in found.items()}
     place = {name: index for index, name in enumerate(own)}
     place_of_stack = {_storage(tensor): place[name] for name, tensor in own.items()}
     whole = sum(tensor.numel() for tensor in found.values()) == sum(tensor.numel() for tensor in own.values())
