@@ -72,7 +72,7 @@ def test_an_answer_that_was_aborted_before_its_first_token_is_no_wrong_one(runne
             assert bench.output_logits(output.completions[0]).shape == (0, engine.model_info.vocab_size)
 
     result = run(runner, body, own_engine=True)
-    assert result.verdict is Verdict.PASSED, result.message
+    assert result.verdict is Verdict.PASSED, result.judgement.message
 
 
 def test_a_refusal_of_what_is_unclaimed_is_refused(runner: Runner) -> None:
