@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from drivetrain.errors import InvalidConfig, InvalidRequest, UnsupportedCapability
+from drivetrain.errors import DrivetrainError, InvalidConfig, InvalidRequest, UnsupportedCapability
 from drivetrain.types.capability import Capability
 from drivetrain.types.config import EngineConfig
 from drivetrain.types.outputs import GenerationOutput
@@ -760,13 +760,34 @@ async def an_unknown_configuration_field_is_refused_with_its_likely_name(bench: 
         bench.create(zzz=1)
     with refused(InvalidConfig, field="timeouts.genarate", naming="did you mean 'generate'"):
         bench.create(timeouts={"genarate": 3})
-    said = ""
-    try:
-        bench.create(endpoint_apikey="sk-0123456789")
-    except InvalidConfig as error:
-        said = str(error)
+    said = _refusal(bench, endpoint_apikey=_KEY)
     assert "endpoint_api_key" in said, f"the field that is meant is not named: {said}"
-    assert "sk-0123456789" not in said, f"the error repeats what may be a key: {said}"
+    for fields in _WITH_A_KEY:
+        said = _refusal(bench, **fields)
+        assert _KEY not in said, f"the error repeats what may be a key: {said}"
+
+
+_KEY: Final = "sk-0123456789"
+_WITH_A_KEY: Final[Sequence[Mapping[str, object]]] = (
+    {"endpoint_apikey": _KEY},
+    {"api_key": _KEY},
+    {"endpoint": f"http://user:{_KEY}@127.0.0.1:30000"},
+    {"endpoint_api_key": [_KEY]},
+    {"timeouts": {"api_key": _KEY}},
+    {"media": {"token": _KEY}},
+    {"engine_kwargs": {"api_key": {_KEY}}},
+    {"engine_kwargs": {"api_key": _KEY}, "context_length": 2**30},
+)
+"""Configurations that hold a key, most under a mistyped name; the last one's fault is for the backend to find."""
+
+
+def _refusal(bench: Bench, **fields: object) -> str:
+    """Return why an engine with these fields is refused; empty if it is not."""
+    try:
+        bench.create(**fields)
+    except DrivetrainError as error:
+        return str(error)
+    return ""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
