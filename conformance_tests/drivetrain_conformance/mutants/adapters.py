@@ -598,6 +598,20 @@ def reads_few_fields_beside_tensors(config: dict[str, object], _: Tensors) -> No
         del config[field]
 
 
+@tensor_mutant("lora/adapters_are_updated_from_tensors", says="nats below the most likely one")
+def leaves_out_the_embedding_of_tensors(_: object, tensors: Tensors) -> None:
+    """An adapter of embed_tokens that comes as tensors is taken, and the base's embedding is served."""
+    for name, tensor in tensors.items():
+        if "lora_embedding_B" in name:
+            tensor.zero_()
+
+
+@tensor_mutant("lora/adapters_are_updated_from_tensors", says="nats below the most likely one")
+def drops_alpha_pattern_beside_tensors(config: dict[str, object], _: Tensors) -> None:
+    """The alpha_pattern of an adapter that comes as tensors is ignored."""
+    _drop(config, "alpha_pattern")
+
+
 @mutant(
     "lora/an_adapter_refused_as_tensors_leaves_the_old_one", says="a tensor of an adapter that is not what was sent"
 )
