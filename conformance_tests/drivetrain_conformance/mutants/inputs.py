@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from pydantic import ValidationError
+
 from drivetrain import openai
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.engine.request_builder import ParamsLike
@@ -18,6 +20,7 @@ from drivetrain.types.config import EngineConfig
 from drivetrain.types.modes import PauseMode
 from drivetrain.types.outputs import GenerationOutput
 from drivetrain.types.prompts import PromptLike
+from drivetrain.types.sampling import SamplingParams
 from drivetrain.types.weights import DiskSource, PrepareUpdate, WeightMessage, WeightReply
 from drivetrain_conformance.mutants.registry import mixed, mutant, spoiled_engine
 from drivetrain_conformance.mutants.spoil import SoundBackend, arguments_mutant, fifos_in, waits_in_open
@@ -55,6 +58,24 @@ def takes_biases_that_become_infinite(params: Mapping[str, object]) -> Mapping[s
         return params
     is_large = any(isinstance(bias, float) and 1e30 < abs(bias) < 1e300 for bias in biases.values())
     return {**params, "logit_bias": dict.fromkeys(biases, 1e30)} if is_large else params
+
+
+@mutant("errors/no_sampling_param_takes_a_wrong_value", says="of a copy: AssertionError: expected InvalidRequest")
+class takes_copied_params_unchecked(InferenceEngine):
+    """Params that were copied with a wrong value are taken, and generated with as if they had the default."""
+
+    async def generate(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        sampling_params: ParamsLike | Sequence[ParamsLike] | None = None,
+        **options: Any,
+    ) -> GenerationOutput:
+        if isinstance(sampling_params, SamplingParams):
+            try:
+                SamplingParams.model_validate(sampling_params)
+            except ValidationError:
+                sampling_params = {"max_new_tokens": 1}
+        return await super().generate(prompts, sampling_params, **options)
 
 
 @arguments_mutant(
