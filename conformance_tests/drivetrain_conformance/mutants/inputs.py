@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -262,3 +263,17 @@ class waits_in_open_for_weights(SoundBackend):
             for file in fifos_in(message.request.source.path):
                 await waits_in_open(file)
         return await super().receive_weights(message)
+
+
+@mutant("openai/answers_are_json_where_tokens_cannot_be_drawn", says="float values are not JSON compliant")
+class answers_with_minus_infinity(InferenceEngine):
+    """An alternative that could not be drawn has a logprob of minus infinity, which JSON cannot hold."""
+
+    async def chat_completion(
+        self, payload: Mapping[str, object], *, timeout: float | None = None
+    ) -> openai.ChatCompletion:
+        answer = await super().chat_completion(payload, timeout=timeout)
+        for choice in answer["choices"]:
+            for entry in choice["logprobs"]["content"] if choice["logprobs"] else ():
+                entry["top_logprobs"].append({"token": "x", "logprob": -math.inf, "bytes": None})
+        return answer
