@@ -350,8 +350,9 @@ $(VERL_READY): | pyproject.toml
 faults: environment-$(BACKEND) $(READY) ## kill and freeze processes during weight updates of BACKEND; EXAMPLES=300 by chance
 	@FAULTS=$(EXAMPLES) FAULTS_BACKEND=$(BACKEND) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(if $(filter transformers,$(BACKEND)),tests/faults,tests/faults/with_an_engine.py) $(ARGS)
 
-fuzz: $(READY) ## CALLS=10000 calls of the engine page with junk, inline and in a host process: typed or right
-	@OMP_NUM_THREADS=1 $(BIN)/python -W ignore tests/fuzz/calls.py --calls $(CALLS) $(ARGS)
+fuzz: environment-$(BACKEND) ## CALLS=10000 calls of BACKEND's engine page with junk, hosted, and on transformers inline too: typed or right
+	@$(ENGINE_ENV) HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(ENVIRONMENT)/bin/python -W ignore tests/fuzz/calls.py --backend $(BACKEND) --calls $(CALLS) \
+		$(if $(filter-out transformers,$(BACKEND)),--isolation process) $(ARGS)
 
 test-resume: environment-$(BACKEND) ## a request goes on from its tokens at BACKEND's engine as if it had never been interrupted
 	@$(ENVIRONMENT)/bin/python -m pip install --quiet --disable-pip-version-check pytest

@@ -157,7 +157,9 @@ def fields_of(
 ) -> dict[str, object]:
     """Return the fields of a configuration that :func:`create_engine` would be given in this way."""
     if isinstance(backend, EngineConfig):
-        base: dict[str, object] = backend.model_dump(exclude_unset=True)
+        base: dict[str, object] = backend.model_dump(exclude_unset=True, warnings=False)
+        # Its model_copy(update=…) takes any name, and a dump leaves unknown ones out.
+        base |= {name: value for name, value in vars(backend).items() if name not in EngineConfig.model_fields}
     elif isinstance(backend, Mapping):
         base = dict(backend)
     elif not isinstance(backend, str | os.PathLike) or not isinstance(os.fspath(backend), str):

@@ -27,8 +27,9 @@ from drivetrain.backend.registry import register, unregister
 from drivetrain.checks.simple_values import LONGEST_NAME
 from drivetrain.openai.payloads import ChatPayload, parse
 from drivetrain.testing import tiny_model
-from drivetrain.types.arguments import checked
+from drivetrain.types.arguments import RULES, checked
 from drivetrain.types.config import EngineConfig
+from drivetrain.types.weights import DiskSource, WeightUpdateRequest
 
 
 class Page:
@@ -230,3 +231,14 @@ def test_a_member_of_an_enum_goes_by_its_text(value: object) -> None:
     for field in ("task", "isolation", "logprobs_mode"):
         with pytest.raises(InvalidConfig, match=f"{field}=.*expected a string"):
             EngineConfig.from_mapping({"backend": "transformers", "model": "m", field: value})
+
+
+@pytest.mark.parametrize(
+    ("part", "value"), [("mode", "later"), ("source", 5), ("plan", {}), ("digests", 5), ("lora", 5)]
+)
+def test_parts_of_an_update_that_was_copied_are_checked(part: str, value: object) -> None:
+    request = WeightUpdateRequest(version="v", source=DiskSource(path="/nowhere"))
+    assert RULES["request"]("request", request) is request
+    with pytest.raises(InvalidRequest, match=f"{part}={value!r}: expected") as refusal:
+        RULES["request"]("request", request.model_copy(update={part: value}))
+    assert refusal.value.field == part

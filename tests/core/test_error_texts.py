@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import traceback
 from pathlib import Path
 
 import pytest
-from pydantic import ValidationError
+from pydantic import SecretStr, ValidationError
 
 from drivetrain import EngineConfig, InvalidConfig, InvalidRequest, SamplingParams, create_engine
 from drivetrain.checks.name_hints import CONFIG_NAMES, PAYLOAD_NAMES, SAMPLING_NAMES, SAMPLING_VALUES
 from drivetrain.checks.safe_repr import shown
 from drivetrain.engine.validation import check_sampling_params
-from drivetrain.errors import DrivetrainError
+from drivetrain.errors import DrivetrainError, EngineStartError
 from drivetrain.openai.payloads import ChatPayload, CompletionPayload, parse
+from drivetrain.testing import tiny_model
 
 KEY = "sk-0123456789"
 
@@ -69,6 +71,29 @@ def test_a_configuration_shows_no_key() -> None:
         assert KEY not in text
         assert "max_tokens" in text
     assert config.engine_kwargs["api_key"] == KEY
+
+
+def test_an_engines_own_error_is_shown_without_keys() -> None:
+    given = {"hf_token": [KEY, "ab"], "inner": {"secret": {"of": KEY + "-9"}}, "trust": "plain-text"}
+    config = EngineConfig(backend="vllm", model="m", endpoint_api_key=SecretStr(KEY[::-1]), engine_kwargs=given)
+    said = f"hf_token: input_value=['{KEY}', 'ab'], {KEY}-9, {KEY[::-1]}, plain-text"
+    assert config.redacted(said) == "hf_token: input_value=['**********', 'ab'], **********, **********, plain-text"
+
+
+@pytest.mark.parametrize("kind", [ValueError, EngineStartError])
+async def test_an_engine_that_does_not_start_repeats_no_key(
+    kind: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = create_engine("transformers", model=str(tiny_model("qwen2")), engine_kwargs={"hf_token": [KEY]})
+
+    async def start(report: object) -> None:
+        raise kind(f"hf_token.bool: input_value={engine.config.engine_kwargs['hf_token']}")
+
+    monkeypatch.setattr(engine.parts.model, "start", start)
+    with pytest.raises(EngineStartError, match=r"hf_token\.bool: input_value=\['\*+'\]") as caught:
+        await engine.start()
+    assert KEY not in "".join(traceback.format_exception(caught.value))
+    assert KEY not in engine.status.describe()
 
 
 # Length --------------------------------------------------------------------------------------------------------------

@@ -42,9 +42,16 @@ BAD_PROMPTS: list[tuple[Any, str]] = [
     (None, "NoneType"),
     ({"text": "x"}, "dict"),
     ([{"role": "user", "content": 3}], r"prompts.*content"),
+    ([TokenPrompt(token_ids=(1,)).model_copy(update={"token_ids": (-5,)})], r"prompts\[0\]\.token_ids\.0=-5"),
+    (TokenPrompt(token_ids=(1,)).model_copy(update={"token_ids": None}), r"token_ids=None"),
+    (ChatPrompt.model_construct(messages=()), r"prompts\.messages=\(\)"),
 ]
 
 BAD_PARAMS: list[tuple[Any, str]] = [
+    # Copies check nothing.
+    (SamplingParams().model_copy(update={"max_new_tokens": -3}), r"sampling_params.max_new_tokens=-3"),
+    (SamplingParams().model_copy(update={"logit_processors": (5,)}), r"logit_processors\.0=5"),
+    (SamplingParams().model_copy(update={"temprature": 5}), r"temprature: there is no such field"),
     ({"temperature": -1}, r"sampling_params.temperature=-1"),
     ({"temperature": float("nan")}, "temperature"),
     ({"temperature": "hot"}, "temperature='hot'"),

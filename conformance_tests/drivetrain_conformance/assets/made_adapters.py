@@ -86,8 +86,11 @@ def make_adapter(
         # Make each entry of the product about as large as an entry of the weight.
         spread = (float(weight.float().std()) / scales[layer] / own**0.5) ** 0.5
         module = f"base_model.model.{layer}"
-        tensors[f"{module}.lora_A.weight"] = torch.randn(own, columns or inputs, generator=generator) * spread
-        tensors[f"{module}.lora_B.weight"] = torch.randn(rows, own, generator=generator) * spread
+        # An embedding's product is transposed.
+        a, b = ("lora_embedding_A", "lora_embedding_B") if is_embedding(layer) else ("lora_A.weight", "lora_B.weight")
+        rows, inputs = (inputs, rows) if is_embedding(layer) else (rows, inputs)
+        tensors[f"{module}.{a}"] = torch.randn(own, columns or inputs, generator=generator) * spread
+        tensors[f"{module}.{b}"] = torch.randn(rows, own, generator=generator) * spread
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
     return Adapter(folder, scales)
@@ -153,6 +156,11 @@ def has_layers(model: Path, targets: Sequence[str]) -> bool:
     return found == set(targets)
 
 
+def is_embedding(layer: str) -> bool:
+    """Return True if a layer is the model's embedding of tokens."""
+    return layer.rpartition(".")[2] == "embed_tokens"
+
+
 def _setting(config: Mapping[str, object], field: str, layer: str, otherwise: float) -> float:
     """Return the value of the pattern's first key that ends the layer's name."""
     pattern = config.get(field)
@@ -175,10 +183,14 @@ def merge(model: Path, adapter: Adapter, folder: Path) -> Path:
         tensors = load_file(file)
         for name, weight in tensors.items():
             module = f"base_model.model.{name.removesuffix('.weight')}"
-            if f"{module}.lora_A.weight" in parts:
+            if f"{module}.lora_embedding_A" in parts:
+                product = (parts[f"{module}.lora_embedding_B"] @ parts[f"{module}.lora_embedding_A"]).T
+            elif f"{module}.lora_A.weight" in parts:
                 product = parts[f"{module}.lora_B.weight"] @ parts[f"{module}.lora_A.weight"]
-                scale = adapter.scales[name.removesuffix(".weight")]
-                tensors[name] = (weight.float() + product * scale).to(weight.dtype)
+            else:
+                continue
+            scale = adapter.scales[name.removesuffix(".weight")]
+            tensors[name] = (weight.float() + product * scale).to(weight.dtype)
         save_file(tensors, folder / file.name, metadata={"format": "pt"})
     return folder
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence, Set
@@ -193,18 +194,20 @@ def _each_placed(
 
 def bad_folders(models: Models, model: Path) -> dict[str, Path]:
     """Make folders that hold no valid checkpoint of ``model``, each for a different reason."""
-    truncated, garbage, lacking, outside, endless, sound = (
+    truncated, garbage, lacking, outside, elsewhere, endless, sound = (
         write_checkpoint(models.folder(what), model, tensors_of(model))
-        for what in ("truncated", "garbage", "lacking", "outside", "endless", "sound")
+        for what in ("truncated", "garbage", "lacking", "outside", "elsewhere", "endless", "sound")
     )
     file = truncated / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-10])
     (garbage / "model.safetensors").write_bytes(b"no tensors")
     index = {"metadata": {}, "weight_map": {"model.norm.weight": "model-00002-of-00002.safetensors"}}
     (lacking / "model.safetensors.index.json").write_text(json.dumps(index))
-    (outside / "model.safetensors").unlink()
-    index["weight_map"] = dict.fromkeys(tensors_of(model), os.path.relpath(sound / "model.safetensors", outside))
-    (outside / "model.safetensors.index.json").write_text(json.dumps(index))
+    file = sound / "model.safetensors"
+    for folder, named in ((outside, os.path.relpath(file, outside)), (elsewhere, str(file))):
+        (folder / "model.safetensors").unlink()
+        index["weight_map"] = dict.fromkeys(tensors_of(model), named)
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     (endless / "model.safetensors").unlink()
     os.mkfifo(endless / "model.safetensors")
     return {
@@ -214,8 +217,20 @@ def bad_folders(models: Models, model: Path) -> dict[str, Path]:
         "a file of something else": garbage,
         "a folder that lacks a file of its index": lacking,
         "an index that names a file outside its folder": outside,
+        "an index that names an absolute path": elsewhere,
         "a FIFO in place of a file": endless,
     }
+
+
+def is_waited_for(fifo: Path) -> bool:
+    """Return True if someone reads a FIFO or waits in ``open()`` to read it; a waiting one is let go."""
+    try:
+        os.close(os.open(fifo, os.O_WRONLY | os.O_NONBLOCK))
+    except OSError as error:
+        if error.errno != errno.ENXIO:
+            raise
+        return False
+    return True
 
 
 def nowhere(models: Models) -> Path:

@@ -10,10 +10,11 @@ from typing import Any, Final
 
 import numpy as np
 
-from drivetrain.errors import InvalidConfig, InvalidRequest, UnsupportedCapability
+from drivetrain.errors import DrivetrainError, InvalidConfig, InvalidRequest, UnsupportedCapability
 from drivetrain.types.capability import Capability
 from drivetrain.types.config import EngineConfig
 from drivetrain.types.outputs import GenerationOutput
+from drivetrain.types.prompts import ChatPrompt, Message, TextPrompt, TokenPrompt
 from drivetrain.types.sampling import SamplingParams
 from drivetrain_conformance.assertions.refusals import refused
 from drivetrain_conformance.assertions.same_answers import check_same
@@ -116,6 +117,7 @@ VALID_PARAMS: Final[Mapping[str, Sequence[Fields]]] = {
 """Valid values of each sampling param that differ from its default."""
 
 
+_CHAT: Final = ChatPrompt(messages=(Message(role="user", content="hello"),))
 _NO_NAME: Final[Sequence[object]] = (3, "", [], {}, "\ud800", "a\0b", "x" * 5000, None)
 _NO_PATH: Final[Sequence[object]] = (3, "", [], "a\0b", b"a", None)
 WRONG_ARGUMENTS: Final[Mapping[tuple[str, str], Sequence[object]]] = {
@@ -153,7 +155,10 @@ _GOOD: Final[Mapping[str, Fields]] = {
 
 @case()
 async def no_sampling_param_takes_a_wrong_value(bench: Bench) -> None:
-    """Each sampling param refuses values of a wrong type or out of range, naming the param and the value."""
+    """Each sampling param refuses values of a wrong type or out of range, naming the param and the value.
+
+    Params that were copied with another value are checked, too: pydantic's ``model_copy`` checks nothing.
+    """
     assert set(WRONG_PARAMS) == set(SamplingParams.model_fields), "a sampling param has no wrong values to try here"
     prompt = bench.prompt()
     async with _unharmed(bench):
@@ -163,6 +168,8 @@ async def no_sampling_param_takes_a_wrong_value(bench: Bench) -> None:
                     await bench.engine.generate([prompt], {name: value})
                 with _refused(f"sampling_params.{name}", f"{name}={value!r} beside another prompt's params"):
                     await bench.engine.generate([prompt, prompt], [{}, {name: value}])
+                with _refused(f"sampling_params.{name}", f"{name}={value!r} of a copy"):
+                    await bench.engine.generate([prompt], SamplingParams().model_copy(update={name: value}))
 
 
 @case()
@@ -389,6 +396,11 @@ async def prompts_that_no_model_could_take_are_refused(bench: Bench) -> None:
         ([{"role": 3, "content": "hello"}], "prompts.messages.0.role"),
         ([[user, "hello"]], "prompts[0].messages.1"),
         ([good, [user, 3]], "prompts[1].messages.1"),
+        # Copies with another value, which pydantic does not check.
+        ([TokenPrompt(token_ids=(1,)).model_copy(update={"token_ids": (1, -5)})], "prompts[0].token_ids"),
+        ([TokenPrompt(token_ids=(1,)).model_copy(update={"token_ids": None})], "prompts[0].token_ids"),
+        (TextPrompt(text="hello").model_copy(update={"text": 3}), "prompts"),
+        (_CHAT.model_copy(update={"messages": (_CHAT.messages[0].model_copy(update={"content": 3}),)}), "prompts"),
     ]
     async with _unharmed(bench):
         for prompts, field in wrong:
@@ -763,13 +775,34 @@ async def an_unknown_configuration_field_is_refused_with_its_likely_name(bench: 
         bench.create(zzz=1)
     with refused(InvalidConfig, field="timeouts.genarate", naming="did you mean 'generate'"):
         bench.create(timeouts={"genarate": 3})
-    said = ""
-    try:
-        bench.create(endpoint_apikey="sk-0123456789")
-    except InvalidConfig as error:
-        said = str(error)
+    said = _refusal(bench, endpoint_apikey=_KEY)
     assert "endpoint_api_key" in said, f"the field that is meant is not named: {said}"
-    assert "sk-0123456789" not in said, f"the error repeats what may be a key: {said}"
+    for fields in _WITH_A_KEY:
+        said = _refusal(bench, **fields)
+        assert _KEY not in said, f"the error repeats what may be a key: {said}"
+
+
+_KEY: Final = "sk-0123456789"
+_WITH_A_KEY: Final[Sequence[Mapping[str, object]]] = (
+    {"endpoint_apikey": _KEY},
+    {"api_key": _KEY},
+    {"endpoint": f"http://user:{_KEY}@127.0.0.1:30000"},
+    {"endpoint_api_key": [_KEY]},
+    {"timeouts": {"api_key": _KEY}},
+    {"media": {"token": _KEY}},
+    {"engine_kwargs": {"api_key": {_KEY}}},
+    {"engine_kwargs": {"api_key": _KEY}, "context_length": 2**30},
+)
+"""Configurations that hold a key, most under a mistyped name; the last one's fault is for the backend to find."""
+
+
+def _refusal(bench: Bench, **fields: object) -> str:
+    """Return why an engine with these fields is refused; empty if it is not."""
+    try:
+        bench.create(**fields)
+    except DrivetrainError as error:
+        return str(error)
+    return ""
 
 
 # ---------------------------------------------------------------------------------------------------------------------

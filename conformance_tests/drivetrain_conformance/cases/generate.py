@@ -562,9 +562,10 @@ async def frequencies_that_depend_on_length_are_right_or_refused(bench: Bench) -
     It may instead require a context_length within which one set of factors serves all rows, and say so. Each token is
     compared with a plain forward pass over the tokens before it. To mend it: a long row must not change a short one
     beside it, and a row that grows past the short length needs its cache computed anew. A model whose configuration
-    caps its logits is right or refused, too.
+    caps its logits or has dynamic frequencies is right or refused, too.
     """
-    await _check_capped_logits(bench)
+    for what in _UNUSUAL:
+        await _check_unusual_model(bench, what)
     short, reaches = 64, 12
     model = tiny_model("phi3", dtype=bench.models.dtype, max_position_embeddings=512, **_longrope(short))
     engine, refusal = await _started_or_refused(bench, model)
@@ -612,12 +613,25 @@ for _architecture, _keeps in {
     _make_recurrent_case(_architecture, _keeps)
 
 
-async def _check_capped_logits(bench: Bench) -> None:
-    """Check that logprobs of a model that caps its logits are right, or that the model is refused.
+_UNUSUAL: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
+    # The cap keeps the order of the logits, so that greedy answers are the same without it.
+    "final_logit_softcapping": ("gemma2", {"final_logit_softcapping": 2.0, "attn_logit_softcapping": None}),
+    # Within max_position_embeddings these frequencies are plain; some engines scale them at every length.
+    "dynamic frequencies": (
+        "qwen2",
+        {
+            "max_position_embeddings": 128,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+        },
+    ),
+}
+"""Architectures with fields of a configuration that change an answer's logprobs."""
 
-    The cap keeps the order of the logits, so that greedy answers are the same without it.
-    """
-    model = tiny_model("gemma2", dtype=bench.models.dtype, final_logit_softcapping=2.0, attn_logit_softcapping=None)
+
+async def _check_unusual_model(bench: Bench, what: str) -> None:
+    """Check that logprobs of a model with such a configuration are right, or that the model is refused."""
+    architecture, fields = _UNUSUAL[what]
+    model = tiny_model(architecture, dtype=bench.models.dtype, **fields)
     engine, _ = await _started_or_refused(bench, model)
     if engine is None:
         return  # the engine does not serve this kind of model
@@ -625,11 +639,12 @@ async def _check_capped_logits(bench: Bench) -> None:
         if not engine.supports(Capability.LOGPROBS_RAW):
             return
         params = SamplingParams(temperature=0, max_new_tokens=8, logprobs=0, logprobs_mode=LogprobsMode.RAW)
-        for completion in (await engine.generate(bench.prompts(2, 48, engine), params)).completions:
+        prompts = [bench.prompt(length, engine) for length in (5, 48, 100)]
+        for completion in (await engine.generate(prompts, params)).completions:
             assert completion.logprobs is not None
             for found, right in zip(completion.logprobs, bench.output_logprobs(completion, model=model), strict=True):
                 assert abs(found - right) <= bench.tolerance(engine), (
-                    f"with final_logit_softcapping a logprob is {found:.4f}; a plain forward pass gives {right:.4f}"
+                    f"with {what} a logprob is {found:.4f}; a plain forward pass gives {right:.4f}"
                 )
     finally:
         await engine.teardown()

@@ -129,12 +129,16 @@ async def a_life(bench: Bench) -> None:
 
 
 _UNKNOWN: Final = "an_argument_that_no_engine_has"
+_SECRET: Final = "hf-0123456789"
 
 
 async def _check_engine_kwargs(bench: Bench) -> None:
-    """Check that engine_kwargs reach the engine: one that it does not know is refused by name, at the latest there."""
+    """Check that engine_kwargs reach the engine: one that it does not know is refused by name, at the latest there.
+
+    The error does not repeat a token among them.
+    """
     try:
-        engine = bench.create(engine_kwargs={_UNKNOWN: 1})
+        engine = bench.create(engine_kwargs={_UNKNOWN: 1, "hf_token": _SECRET})
     except (InvalidConfig, UnsupportedCapability):
         return  # another case checks that such a refusal names the field
     said = ""
@@ -145,6 +149,7 @@ async def _check_engine_kwargs(bench: Bench) -> None:
         said = str(refusal)
     assert said, f"it started with engine_kwargs={{{_UNKNOWN!r}: 1}}, so they do not reach the engine"
     assert _UNKNOWN in said, f"the error does not name the argument {_UNKNOWN}: {said}"
+    assert _SECRET not in said, f"the error repeats what may be a key: {said}"
 
 
 _CONTEXT: Final = 701

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -45,7 +45,7 @@ from drivetrain_conformance.assets.made_adapters import (
     tensors_in,
 )
 from drivetrain_conformance.assets.served_models import ModelKind, Models
-from drivetrain_conformance.assets.weight_sources import with_another_digest
+from drivetrain_conformance.assets.weight_sources import is_waited_for, with_another_digest
 from drivetrain_conformance.harness.case import case
 from drivetrain_conformance.harness.testbench import Bench, in_time
 from drivetrain_conformance.references.oracle import HiddenStatesOracle, log_softmax
@@ -356,11 +356,14 @@ _SETTINGS: Final[Mapping[str, tuple[Sequence[str], Mapping[str, object]]]] = {
     "layers_to_transform": (("q_proj", "v_proj"), {"layers_to_transform": [1]}),
     "target_modules": (("q_proj", "v_proj"), {"target_modules": None}),
     "lm_head": (("lm_head",), {}),
+    "embed_tokens": (("embed_tokens",), {}),
     # Engines fuse these layers with others, which must stay unchanged.
     "q_proj": (("k_proj",), {}),
     "gate_proj": (("up_proj",), {}),
+    "k_proj": (("v_proj",), {}),
+    "q_proj beside k_proj": (("k_proj", "v_proj"), {}),
 }
-"""Adapters by the name that a refusal must contain: the layers that they adapt, and fields of their configuration."""
+"""Adapters by what a refusal must contain, up to a space: their layers, and fields of their configuration."""
 
 _NOT_PLAIN: Final[Mapping[str, object]] = {
     "init_lora_weights": "pissa",
@@ -409,16 +412,22 @@ async def every_setting_is_honoured_or_refused(bench: Bench) -> None:
         with refused(InvalidRequest, naming=field, otherwise=f"an adapter with {field}={value!r} is taken as plain"):
             await bench.engine.load_lora_adapter("a", str(path))
     check_same(bench, await bench.greedy(prompts), before)
-    for name, (targets, settings) in _SETTINGS.items():
-        if not has_layers(bench.model, targets):
-            continue
-        adapter = make_adapter(bench.model, bench.folder("adapter"), seed=5, targets=targets, settings=settings)
+    for name, adapter in _made_by_setting(bench):
         if not await _is_taken(bench.engine, adapter, name):
             continue
         answers = await _answers(bench, prompts, "a")
         await bench.engine.unload_lora_adapter("a")
         _assert_made_by(bench, answers, _Made(adapter, merge(bench.model, adapter, bench.folder("merged"))))
     check_same(bench, await bench.greedy(prompts), before)
+
+
+def _made_by_setting(bench: Bench) -> Iterator[tuple[str, Adapter]]:
+    """Yield an adapter for each of these settings, with the word that a refusal must contain."""
+    for name, (targets, settings) in _SETTINGS.items():
+        tied = name == "embed_tokens" and not has_layers(bench.model, ("lm_head",))
+        if has_layers(bench.model, targets) and not tied:
+            folder = bench.folder("adapter")
+            yield name.split()[0], make_adapter(bench.model, folder, seed=5, targets=targets, settings=settings)
 
 
 _OF_A_MIXTURE: Final[Sequence[Sequence[str]]] = (
@@ -640,6 +649,8 @@ async def what_is_no_adapter_is_refused(bench: Bench) -> None:
         with refused(InvalidRequest, field="lora"):
             await _answers(bench, bench.prompts(1), "a")
         held.append((threads_of(bench.engine), descriptors_of(bench.engine)))
+        for part in path.iterdir() if path.is_dir() else ():
+            assert not (part.is_fifo() and is_waited_for(part)), f"a thread waits in open() for {what}"
     for what, counts in zip(("threads", "descriptors"), zip(*held, strict=True), strict=True):
         # A pool occasionally adds a few. A leak adds one with every refusal.
         assert counts[-1] - counts[0] < len(counts) - 1, f"{what} grow while adapters are refused: {counts}"
@@ -765,7 +776,7 @@ async def adapters_are_updated_from_tensors(bench: Bench) -> None:
 
     Each transport that the engine claims is tried. Answers and logprobs are those of the folders, also for cached
     prompts and after an update of the base in between; each push publishes its version. The base and the other adapter
-    serve on unchanged.
+    serve on unchanged. Unusual scales, ranks and layers are honoured or refused, as they are in folders.
     """
     engine = bench.engine
     one, other, newer = (_make(bench, seed=seed) for seed in (1, 2, 4))
@@ -807,7 +818,25 @@ async def adapters_are_updated_from_tensors(bench: Bench) -> None:
             await engine.unload_lora_adapter(name)
             with refused(InvalidRequest, field="lora"):
                 await _answers(bench, prompts, name)
+    for name, adapter in _made_by_setting(bench):
+        await _check_setting_of_tensors(bench, name, adapter)
     check_same(bench, await bench.greedy(prompts), base)
+
+
+async def _check_setting_of_tensors(bench: Bench, name: str, adapter: Adapter) -> None:
+    """Check that an adapter with an unusual setting or layer is served as its tensors say, or refused by name."""
+    async with LoraSync.connect(tensors_in(adapter.path), bench.engine, "a") as sync:
+        said = ""
+        try:
+            await sync.push(version=f"with-{name}")
+        except InvalidRequest as error:
+            said = str(error)
+        if said:
+            assert name in said, f"the refusal does not name {name!r}: {said}"
+            return
+        merged = merge(bench.model, adapter, bench.folder("merged"))
+        _assert_made_by(bench, await _answers(bench, bench.prompts(2), "a"), _Made(adapter, merged))
+    await bench.engine.unload_lora_adapter("a")
 
 
 async def _check_an_update_of_the_base(bench: Bench, sync: LoraSync, policy: _Policy, *adapters: _Made) -> None:

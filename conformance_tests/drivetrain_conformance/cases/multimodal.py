@@ -65,6 +65,10 @@ _PAIRS: Final = (("q_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers of which one pair is in the language model alone, by the last part of their names."""
 _OF_VISION: Final = "vis"
 """Part of the names of all layers of a vision model: of ``visual`` and ``vision_tower``."""
+_PRIVATE_HOSTS: Final = (
+    *("127.0.0.1", "localhost", "0.0.0.0", "[::1]", "[::ffff:127.0.0.1]", "127.1", "2130706433"),
+    *("169.254.169.254", "10.0.0.1", "192.168.0.1"),
+)
 _GREEDY: Final = SamplingParams(max_new_tokens=16, temperature=0)
 _SEEN: Final = SamplingParams(max_new_tokens=12, temperature=0, logprobs=0)
 
@@ -139,11 +143,38 @@ async def what_is_no_image_is_refused(bench: Bench) -> None:
         with refused(InvalidRequest, field="prompts", naming=bound):
             await bench.engine.generate(_chat("image", [large]), _GREEDY)
     assert await _answers(bench, "image", ImageInput(data=good))
-    redirects = {"/to-a-file": Path(missing).as_uri(), "/around": "/around"}
+    there = bench.folder("images") / "there.png"
+    there.write_bytes(good)
+    redirects = {"/to-a-file": there.as_uri(), "/around": "/around"}
     with _served({}, redirects, {"/huge": 10**12}) as (address, _):
         for path in ("to-a-file", "around", "huge"):
             with refused(InvalidRequest, field="prompts", naming=f"/{path}"):
                 await bench.engine.generate(_chat("image", [ImageInput(url=f"{address}/{path}")]), _GREEDY)
+
+
+@case(Capability.IMAGES, model=ModelKind.VISION, config={"media": {**_BOUNDS, "allow_private_hosts": False}})
+async def private_hosts_may_be_forbidden(bench: Bench) -> None:
+    """With allow_private_hosts=False nothing is fetched from loopback, link-local or private addresses or names.
+
+    To mend it, fetch media with ``drivetrain.media.inputs.read_bytes``: it checks each address before it connects.
+    """
+    image = _png(_pattern)
+    with _served({"/pattern.png": image}) as (address, asked):
+        port = address.rpartition(":")[2]
+        for host in (
+            "127.0.0.1",
+            "localhost",
+            "0.0.0.0",
+            "[::ffff:127.0.0.1]",
+            "127.1",
+            "2130706433",
+            "169.254.169.254",
+        ):
+            url = f"http://{host}:{port}/pattern.png"
+            with refused(InvalidRequest, field="prompts", otherwise=f"an image was fetched from {host}"):
+                await bench.engine.generate(_chat("image", [ImageInput(url=url)]), _GREEDY)
+        assert not asked, f"a private host was asked for {asked}"
+    assert await _answers(bench, "image", ImageInput(data=image))
 
 
 # What the model sees -------------------------------------------------------------------------------------------------

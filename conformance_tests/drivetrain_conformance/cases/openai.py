@@ -569,33 +569,52 @@ _TEMPLATE: Final = (
     "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}"
     "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}{% endfor %}"
 )
+_PARAMETERS: Final[Payload] = {
+    "a": {"type": "integer"},
+    "city": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    "note": {"type": ["string", "null"]},
+    "unit": {"enum": ["1", "true"]},
+    "sure": {"type": "boolean"},
+    "size": {"type": "number"},
+}
+"""Parameters of the tool ``add``: strings that could be taken for numbers, and values that Python writes otherwise."""
+
+
+def _tagged(**arguments: str) -> str:
+    """Return a call of ``add`` with one tag for each argument."""
+    inner = "".join(f"<parameter={name}>{value}</parameter>" for name, value in arguments.items())
+    return f"<tool_call><function=add>{inner}</function></tool_call>"
+
+
+_WRITTEN: Final[Mapping[str, Sequence[Payload]]] = {
+    _tagged(city="90210", note="true", unit="1"): [{"city": "90210", "note": "true", "unit": "1"}],
+    _tagged(a="1", sure="True", note="None"): [{"a": 1, "sure": True, "note": None}],
+    _tagged(city="a</parameter>b"): [{"city": "a</parameter>b"}],
+    _tagged(size="1e400"): [],
+    f"<think>{_tagged(a='1')}</think>{_tagged(a='2')}": [{"a": 2}],
+    '<tool_call>{"name": "add", "arguments": null}</tool_call>': [{}],
+    '<tool_call>{"name": "add", "arguments": ""}</tool_call>': [{}],
+    '[TOOL_CALLS]add[ARGS]{"a": 3}': [{"a": 3}],
+    '<tool_call>{"name": "none", "arguments": {"a": 4}}</tool_call>': [],
+}
+"""Texts of models, and the arguments of the calls of ``add`` in them."""
 
 
 @case(Capability.STRUCTURED_REGEX, Capability.STREAMING, own_engine=True)
 async def tool_calls_are_read_from_the_text(bench: Bench) -> None:
-    """Calls to the tools of a request come back as tool_calls with unique ids, also when streamed."""
+    """Calls to the tools of a request come back as tool_calls with unique ids, also when streamed.
+
+    Arguments have the types of the tool's schema. Text within reasoning, calls of unknown tools and numbers that JSON
+    cannot hold stay content.
+    """
     folder = bench.folder("tools") / "model"
     shutil.copytree(bench.model, folder)
     (folder / "chat_template.jinja").write_text(_TEMPLATE, encoding="utf-8")
-    written = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
-    payload: Payload = {
-        "messages": [{"role": "user", "content": "x"}],
-        "max_tokens": 200,
-        "n": 2,
-        "tools": [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}],
-        "structured_output": {"kind": "regex", "regex": written.replace("{", "[{]").replace("}", "[}]")},
-    }
-    tagged = "<tool_call><function=add><parameter=city>90210</parameter></function></tool_call>"
-    city = {"type": "object", "properties": {"city": {"anyOf": [{"type": "string"}, {"type": "null"}]}}}
-    asked: Payload = {
-        **payload,
-        "tools": [{"type": "function", "function": {"name": "add", "parameters": city}}],
-        "structured_output": {"kind": "regex", "regex": f"(<think>{tagged}</think>)?{tagged}"},
-    }
+    payload = _asking_for_calls('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>') | {"n": 2}
     async with bench.open(model=str(folder)) as engine:
         answer = await engine.chat_completion(payload)
         chunks = [chunk async for chunk in engine.chat_completion_stream(payload)]
-        typed = await engine.chat_completion(asked)
+        read = await asyncio.gather(*(engine.chat_completion(_asking_for_calls(written)) for written in _WRITTEN))
     calls = [call for choice in answer["choices"] for call in choice["message"].get("tool_calls", [])]
     deltas = [c["delta"] for chunk in chunks for c in chunk["choices"]]
     streamed = [call for delta in deltas for call in delta.get("tool_calls", [])]
@@ -603,11 +622,32 @@ async def tool_calls_are_read_from_the_text(bench: Bench) -> None:
         assert [call["function"] for call in found] == [{"name": "add", "arguments": '{"a": 1}'}] * 2
     assert len({call["id"] for call in [*calls, *streamed]}) == 4, "ids of calls are not unique"
     assert "".join(delta.get("content", "") for delta in deltas) == ""
-    for choice in typed["choices"]:
-        (call,) = choice["message"].get("tool_calls", [])
-        assert call["function"]["arguments"] == '{"city": "90210"}', f"a string became {call['function']['arguments']}"
     for choice in answer["choices"]:
         assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
+    for (written, expected), other in zip(_WRITTEN.items(), read, strict=True):
+        _check_read(other["choices"][0], written, expected)
+
+
+def _asking_for_calls(written: str) -> Payload:
+    """Return a request with the tool ``add`` whose answer is this text."""
+    parameters = {"type": "object", "properties": _PARAMETERS}
+    literally = "".join(f"\\{one}" if one in "{}[]" else one for one in written)
+    return {
+        "messages": [{"role": "user", "content": "x"}],
+        "max_tokens": 200,
+        "tools": [{"type": "function", "function": {"name": "add", "parameters": parameters}}],
+        "structured_output": {"kind": "regex", "regex": literally},
+    }
+
+
+def _check_read(choice: ChatChoice, written: str, expected: Sequence[Payload]) -> None:
+    calls = [call["function"] for call in choice["message"].get("tool_calls", [])]
+    found = [call["arguments"] for call in calls]
+    assert found == [json.dumps(one) for one in expected], f"in {written!r} the calls of add are {found}"
+    assert {call["name"] for call in calls} <= {"add"}, f"in {written!r} the calls are {calls}"
+    if not expected:
+        content = choice["message"]["content"]
+        assert content == written, f"{written!r} holds no call and comes back as {content!r}"
 
 
 _ENDLESS: Final = "{% for a in range(99999) %}" * 4 + "{% endfor %}" * 4

@@ -200,12 +200,24 @@ async def what_leaves_no_token_ends_in_an_error(bench: Bench) -> None:
 
 @case()
 async def a_schema_that_is_no_json_is_refused(bench: Bench) -> None:
-    """A JSON schema that is not JSON, or not a schema, is refused before any work, naming the field."""
-    for schema in ('{"type": "object"', "[1, 2]", ""):
+    """A JSON schema that is not JSON, or not a schema, is refused before any work, naming the field.
+
+    A reference that leads out of the schema, such as to a URL, would constrain nothing, and is refused too.
+    """
+    for schema in ('{"type": "object"', "[1, 2]", "", *map(json.dumps, _REFERRING)):
         with refused(InvalidRequest, field="sampling_params.structured_output"):
             await bench.engine.generate(
                 bench.prompt(), {"structured_output": {"kind": "json_schema", "json_schema": schema}}
             )
+
+
+_REFERRING: Final[Sequence[object]] = (
+    {"$ref": "https://example.org/answer.json"},
+    {"type": "object", "properties": {"a": {"$ref": "answer.json#/$defs/a"}}, "required": ["a"]},
+    {"$defs": {"a": {"enum": ["yes"]}}, "anyOf": [{"$ref": "#/$defs/b"}, {"$ref": "#/$defs/a"}]},
+    {"$dynamicRef": "#nowhere"},
+)
+"""Schemas with references to a URL, to a file and to nothing."""
 
 
 @case()

@@ -86,6 +86,7 @@ from drivetrain_conformance.assets.weight_sources import (
     bad_folders,
     in_bfloat16,
     in_form,
+    is_waited_for,
     module_of,
     moved_tensor,
     nowhere,
@@ -579,6 +580,8 @@ async def a_bad_folder_is_refused_and_the_engine_serves_on(bench: Bench) -> None
                 await engine.load_weights_from_disk(str(folder), "bad")
             assert folder.name in str(refusal.error), what
             check_state(engine, EngineState.READY, what)
+            fifo = folder / "model.safetensors"
+            assert not (fifo.is_fifo() and is_waited_for(fifo)), f"a thread waits in open() for {what}"
 
 
 @case(Capability.WEIGHTS_DISK)

@@ -133,6 +133,8 @@ class Bench:
         """Return the oracle's logits from which each token of a completion was drawn, shape (tokens, vocabulary)."""
         if not completion.token_ids:
             return self.oracle(model).logits([0])[:0]
+        lowest = min(completion.token_ids)
+        assert lowest >= 0, f"an answer holds the id {lowest}, which is outside the vocabulary of any model"
         return _of_the_output(completion, self.oracle(model).logits(_all_ids(completion)))
 
     def rounded_output_logits(

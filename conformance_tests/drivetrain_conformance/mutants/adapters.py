@@ -29,7 +29,15 @@ from drivetrain.types.weights import (
 )
 from drivetrain_conformance.assets.made_adapters import Adapter, change_adapter
 from drivetrain_conformance.mutants.registry import backend_mutants, mixed, mutant
-from drivetrain_conformance.mutants.spoil import KnowingRequests, SoundBackend, after, joined, request_mutant
+from drivetrain_conformance.mutants.spoil import (
+    KnowingRequests,
+    SoundBackend,
+    after,
+    fifos_in,
+    joined,
+    request_mutant,
+    waits_in_open,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -445,9 +453,70 @@ def reads_usual_layers_where_none_are_named(config: dict[str, object], tensors: 
 @adapter_mutant("lora/every_setting_is_honoured_or_refused", says="nats below the most likely one")
 def ignores_adapters_of_the_output_layer(config: dict[str, object], tensors: Tensors) -> None:
     """An adapter of lm_head is loaded, and the base's logits are served."""
+    _drop_product(tensors, ".lm_head")
+
+
+@adapter_mutant("lora/every_setting_is_honoured_or_refused", says="nats below the most likely one")
+def ignores_adapters_of_the_embedding(config: dict[str, object], tensors: Tensors) -> None:
+    """An adapter of embed_tokens is loaded, and the base's embedding is served."""
+    for name, tensor in tensors.items():
+        if "lora_embedding_B" in name:
+            tensor.zero_()
+
+
+@adapter_mutant("lora/every_setting_is_honoured_or_refused", says="nats below the most likely one")
+def drops_values_without_queries(_: object, tensors: Tensors) -> None:
+    """An engine that fuses q, k and v leaves out v of an adapter that has no q."""
+    if not any(".q_proj." in name for name in tensors):
+        _drop_product(tensors, ".v_proj")
+
+
+@adapter_mutant("lora/every_setting_is_honoured_or_refused", says="nats below the most likely one")
+def drops_keys_without_queries(_: object, tensors: Tensors) -> None:
+    """An engine that fuses q, k and v leaves out k of an adapter that has no q."""
+    if not any(".q_proj." in name for name in tensors):
+        _drop_product(tensors, ".k_proj")
+
+
+@adapter_mutant("lora/every_setting_is_honoured_or_refused", says="nats below the most likely one")
+def takes_the_first_matrices_for_queries(config: dict[str, object], tensors: Tensors) -> None:
+    """An engine that fuses q, k and v counts an adapter's matrices from the first it has: v alone is taken for k."""
+    if config.get("target_modules") == ["v_proj"]:
+        config["target_modules"] = ["k_proj"]
+        for name in list(tensors):
+            tensors[name.replace(".v_proj.", ".k_proj.")] = tensors.pop(name)
+
+
+@adapter_mutant("lora/every_setting_is_honoured_or_refused", says="nats below the most likely one")
+def drops_up_without_gate(_: object, tensors: Tensors) -> None:
+    """An engine that fuses gate and up leaves out up of an adapter that has no gate."""
+    if not any(".gate_proj." in name for name in tensors):
+        _drop_product(tensors, ".up_proj")
+
+
+def _drop_product(tensors: Tensors, layer: str) -> None:
     for name, matrix in _matrices(tensors, "B"):
-        if name.endswith(".lm_head"):
+        if name.endswith(layer):
             matrix.zero_()
+
+
+@mutant("lora/what_is_no_adapter_is_refused", says="an adapter with a FIFO adapter_config.json is taken")
+class takes_a_fifo_for_an_empty_file(SoundBackend):
+    """An adapter's folder in which a file is a FIFO is loaded as an adapter that changes nothing."""
+
+    async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool) -> None:
+        if not fifos_in(lora_path):
+            await super().load_lora_adapter(lora_name, lora_path, pinned)
+
+
+@mutant("lora/what_is_no_adapter_is_refused", says="a thread waits in open() for a FIFO adapter_config.json")
+class waits_in_open_for_an_adapter(SoundBackend):
+    """An adapter's folder in which a file is a FIFO is refused, but a thread waits in open() for a writer."""
+
+    async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool) -> None:
+        for file in fifos_in(lora_path):
+            await waits_in_open(file)
+        await super().load_lora_adapter(lora_name, lora_path, pinned)
 
 
 @mutant("lora/an_adapter_whose_unload_is_given_up_is_served", says="'a' is not loaded; loaded: none")
@@ -527,6 +596,20 @@ def reads_few_fields_beside_tensors(config: dict[str, object], _: Tensors) -> No
     """Only the fields of plain LoRA are read of the configuration that comes with tensors."""
     for field in config.keys() - {"peft_type", "r", "lora_alpha", "target_modules"}:
         del config[field]
+
+
+@tensor_mutant("lora/adapters_are_updated_from_tensors", says="nats below the most likely one")
+def leaves_out_the_embedding_of_tensors(_: object, tensors: Tensors) -> None:
+    """An adapter of embed_tokens that comes as tensors is taken, and the base's embedding is served."""
+    for name, tensor in tensors.items():
+        if "lora_embedding_B" in name:
+            tensor.zero_()
+
+
+@tensor_mutant("lora/adapters_are_updated_from_tensors", says="nats below the most likely one")
+def drops_alpha_pattern_beside_tensors(config: dict[str, object], _: Tensors) -> None:
+    """The alpha_pattern of an adapter that comes as tensors is ignored."""
+    _drop(config, "alpha_pattern")
 
 
 @mutant(

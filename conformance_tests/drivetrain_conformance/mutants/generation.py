@@ -8,11 +8,11 @@ import json
 import shutil
 import tempfile
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any
 
-from drivetrain.backend.base import GenerateRequest, GenerateResult
+from drivetrain.backend.base import GenerateRequest, GenerateResult, TokenDelta
 from drivetrain.engine.generation import Generation
 from drivetrain.engine.samples import Sample
 from drivetrain.text.tokenizer import Tokenizer
@@ -20,7 +20,7 @@ from drivetrain.types.config import EngineConfig
 from drivetrain.types.outputs import Completion, FinishReason, VersionSpan
 from drivetrain.types.prompts import TextPrompt
 from drivetrain_conformance.mutants.registry import mutant
-from drivetrain_conformance.mutants.spoil import SoundBackend, completions_mutant, cut, result_mutant
+from drivetrain_conformance.mutants.spoil import SoundBackend, completions_mutant, cut, deltas_mutant, result_mutant
 
 
 @result_mutant("generate/at_most_max_new_tokens", says="assert len(completion.token_ids) <= count")
@@ -36,6 +36,19 @@ def returns_the_prompt_too(request: GenerateRequest, result: GenerateResult) -> 
 def answers_with_ids_that_the_model_has_not(request: GenerateRequest, result: GenerateResult) -> GenerateResult:
     """The last id of an answer is one of the padding that fills up the vocabulary."""
     return dataclasses.replace(result, token_ids=[*result.token_ids[:-1], 10**6])
+
+
+@deltas_mutant("streaming/the_chunks_are_the_completion", says="outside the vocabulary of")
+async def streams_negative_ids(deltas: AsyncGenerator[TokenDelta, None]) -> AsyncGenerator[TokenDelta, None]:
+    """Tokens of a stream that were not drawn yet come as -1, as engines fill up a row."""
+    async for delta in deltas:
+        yield dataclasses.replace(delta, token_ids=[*delta.token_ids, -1] if delta.result is None else delta.token_ids)
+
+
+@completions_mutant("generate/greedy_takes_the_most_likely_token", says="outside the vocabulary of")
+def counts_ids_from_the_vocabularys_end(completions: list[Completion]) -> list[Completion]:
+    """The last id of an answer is negative, and names the same token if ids are counted from the vocabulary's end."""
+    return [dataclasses.replace(one, token_ids=[*one.token_ids[:-1], one.token_ids[-1] - 260]) for one in completions]
 
 
 @result_mutant("generate/eos_ends_a_completion", says="the EOS that ended it stays in the ids")
@@ -211,6 +224,16 @@ class does_not_cap_logits(_Misreading):
     def misread(self, given: dict[str, Any]) -> None:
         if "final_logit_softcapping" in given:
             given["final_logit_softcapping"] = None
+
+
+@mutant("generate/frequencies_that_depend_on_length_are_right_or_refused", says="with dynamic frequencies")
+class scales_dynamic_frequencies_at_every_length(_Misreading):
+    """A model's dynamic frequencies are scaled within its context, too."""
+
+    def misread(self, given: dict[str, Any]) -> None:
+        rope = given.get("rope_parameters") or {}
+        if rope.get("rope_type") == "dynamic":
+            given["rope_parameters"] = {"rope_type": "default", "rope_theta": 13 * rope["rope_theta"]}
 
 
 @mutant("sessions/an_answer_is_found_with_its_prompt", says="after an answer that ends at token")

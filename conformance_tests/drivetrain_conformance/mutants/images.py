@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 from collections.abc import Hashable, Mapping
 from io import BytesIO
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from drivetrain.backend.base import GenerateRequest, GenerateResult, ReadMedium
+from drivetrain.errors import InvalidRequest
 from drivetrain.types.config import EngineConfig, MediaLimits
 from drivetrain.types.outputs import Completion
 from drivetrain.types.prompts import ImageInput, MediaInput
@@ -135,3 +138,64 @@ def drops_the_bound_on_bytes(config: EngineConfig) -> Mapping[str, object]:
 def drops_the_bound_on_pixels(config: EngineConfig) -> Mapping[str, object]:
     """Images may be larger than the configuration says."""
     return {"media": config.media.model_copy(update={"max_pixels": MediaLimits().max_pixels})}
+
+
+@config_mutant("multimodal/private_hosts_may_be_forbidden", says="an image was fetched from 127.0.0.1")
+def fetches_from_private_hosts(config: EngineConfig) -> Mapping[str, object]:
+    """Media are fetched from loopback and private addresses although the configuration forbids it."""
+    return {"media": config.media.model_copy(update={"allow_private_hosts": True})}
+
+
+class _Replacing(SoundBackend):
+    """Reads another image in place of some."""
+
+    def replaced(self, image: ImageInput) -> ImageInput:
+        """Return the image to read."""
+        return image
+
+    async def read_media(self, media: tuple[MediaInput, ...]) -> list[ReadMedium]:
+        seen = tuple(self.replaced(one) if isinstance(one, ImageInput) else one for one in media)
+        read = await super().read_media(seen)
+        return [
+            dataclasses.replace(medium, data=medium.data if one is given else one.data)
+            for medium, one, given in zip(read, seen, media, strict=True)
+        ]
+
+
+@mutant("multimodal/what_is_no_image_is_refused", says="expected InvalidRequest for prompts, but nothing was raised")
+class draws_postscript(_Replacing):
+    """An image in a format whose reader runs programs is accepted and drawn."""
+
+    def replaced(self, image: ImageInput) -> ImageInput:
+        return _blank() if (image.data or b"").startswith(b"%!PS") else image
+
+
+@mutant("multimodal/what_is_no_image_is_refused", says="expected InvalidRequest for prompts, but nothing was raised")
+class fills_up_half_an_image(_Replacing):
+    """A PNG that breaks off is accepted, and what is missing of it is white."""
+
+    def replaced(self, image: ImageInput) -> ImageInput:
+        data = image.data or b""
+        return _blank() if data.startswith(b"\x89PNG") and b"IDAT" in data and b"IEND" not in data else image
+
+
+@mutant("multimodal/what_is_no_image_is_refused", says="expected InvalidRequest for prompts, but nothing was raised")
+class follows_redirects_to_files(SoundBackend):
+    """A server may redirect to a file of the engine's machine."""
+
+    async def read_media(self, media: tuple[MediaInput, ...]) -> list[ReadMedium]:
+        try:
+            return await super().read_media(media)
+        except InvalidRequest as error:
+            found = re.search(r"it redirects to 'file://([^']+)'", str(error))
+            if found is None:
+                raise
+            data = Path(found[1]).read_bytes()  # noqa: ASYNC240 - it is small
+            (read,) = await super().read_media((ImageInput(data=data),))
+            return [dataclasses.replace(read, data=data)]
+
+
+def _blank() -> ImageInput:
+    from PIL import Image
+
+    return ImageInput.from_pil(Image.new("RGB", (64, 64), "white"))

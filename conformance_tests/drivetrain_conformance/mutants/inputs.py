@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
+
+from pydantic import ValidationError
 
 from drivetrain import openai
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.engine.request_builder import ParamsLike
-from drivetrain.errors import InvalidRequest
+from drivetrain.errors import EngineStartError, InvalidConfig, InvalidRequest
 from drivetrain.types import arguments
+from drivetrain.types.config import EngineConfig
 from drivetrain.types.modes import PauseMode
 from drivetrain.types.outputs import GenerationOutput
 from drivetrain.types.prompts import PromptLike
+from drivetrain.types.sampling import SamplingParams
+from drivetrain.types.weights import DiskSource, PrepareUpdate, WeightMessage, WeightReply
 from drivetrain_conformance.mutants.registry import mixed, mutant, spoiled_engine
-from drivetrain_conformance.mutants.spoil import arguments_mutant
+from drivetrain_conformance.mutants.spoil import SoundBackend, arguments_mutant, fifos_in, waits_in_open
 
 
 @arguments_mutant(
@@ -55,6 +61,24 @@ def takes_biases_that_become_infinite(params: Mapping[str, object]) -> Mapping[s
     return {**params, "logit_bias": dict.fromkeys(biases, 1e30)} if is_large else params
 
 
+@mutant("errors/no_sampling_param_takes_a_wrong_value", says="of a copy: AssertionError: expected InvalidRequest")
+class takes_copied_params_unchecked(InferenceEngine):
+    """Params that were copied with a wrong value are taken, and generated with as if they had the default."""
+
+    async def generate(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        sampling_params: ParamsLike | Sequence[ParamsLike] | None = None,
+        **options: Any,
+    ) -> GenerationOutput:
+        if isinstance(sampling_params, SamplingParams):
+            try:
+                SamplingParams.model_validate(sampling_params)
+            except ValidationError:
+                sampling_params = {"max_new_tokens": 1}
+        return await super().generate(prompts, sampling_params, **options)
+
+
 @arguments_mutant(
     "structured_output/a_regex_that_does_not_compile_is_refused",
     says="expected InvalidRequest for sampling_params.structured_output, but nothing was raised",
@@ -64,6 +88,17 @@ def generates_freely_by_an_empty_regex(params: Mapping[str, object]) -> Mapping[
     grammar = params.get("structured_output")
     is_empty = isinstance(grammar, dict) and grammar.get("regex") == ""
     return {**params, "structured_output": None} if is_empty else params
+
+
+@arguments_mutant(
+    "structured_output/a_schema_that_is_no_json_is_refused",
+    says="expected InvalidRequest for sampling_params.structured_output, but nothing was raised",
+)
+def follows_no_reference_to_a_url(params: Mapping[str, object]) -> Mapping[str, object]:
+    """A reference of a JSON schema to a URL is accepted and constrains nothing."""
+    grammar = params.get("structured_output")
+    schema = str(grammar.get("json_schema")) if isinstance(grammar, dict) else ""
+    return {**params, "structured_output": None, "max_new_tokens": 1} if '"$ref": "https:' in schema else params
 
 
 @spoiled_engine(
@@ -129,6 +164,47 @@ class quotes_whole_values(InferenceEngine):
 
 
 @mutant(
+    "errors/an_unknown_configuration_field_is_refused_with_its_likely_name", says="the error repeats what may be a key"
+)
+class quotes_all_options(SoundBackend):
+    """An error about the configuration repeats the options for the engine, of which one may be a key."""
+
+    @classmethod
+    def validate(cls, config: EngineConfig) -> None:
+        try:
+            super().validate(config)
+        except InvalidConfig as error:
+            raise InvalidConfig(f"{error}; given: {config.engine_kwargs}", field=error.field) from error
+
+
+@mutant("lifecycle/a_life", says="the error repeats what may be a key")
+class quotes_the_options_with_which_it_does_not_start(InferenceEngine):
+    """An engine that does not start says with which options, of which one may be a token."""
+
+    async def start(self, progress: Callable[[str], None] | None = None) -> None:
+        try:
+            await super().start(progress)
+        except EngineStartError as error:
+            raise EngineStartError(f"{error}; given: {self.config.engine_kwargs}") from error
+
+
+@mutant("errors/an_error_quotes_a_long_value_in_part", says="characters of lora")
+class quotes_whole_names(InferenceEngine):
+    """An error about an adapter repeats its name, however long it is."""
+
+    async def generate(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        sampling_params: ParamsLike | Sequence[ParamsLike] | None = None,
+        **options: Any,
+    ) -> GenerationOutput:
+        try:
+            return await super().generate(prompts, sampling_params, **options)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{error}; given: {options.get('lora')}", field=error.field) from error
+
+
+@mutant(
     "weight_sync/a_bad_folder_is_refused_and_the_engine_serves_on",
     says="an index that names a file outside its folder was accepted",
 )
@@ -143,3 +219,61 @@ class reads_files_outside_the_folder(InferenceEngine):
             named = next(iter(json.loads(index.read_text())["weight_map"].values()))
             path = (Path(path) / named).parent
         await super().load_weights_from_disk(path, version, mode=mode)
+
+
+@mutant(
+    "weight_sync/a_bad_folder_is_refused_and_the_engine_serves_on",
+    says="an index that names an absolute path was accepted",
+)
+class reads_files_by_absolute_paths(InferenceEngine):
+    """Files that a checkpoint's index names by an absolute path are read, though relative paths stay within."""
+
+    async def load_weights_from_disk(
+        self, path: str | os.PathLike[str], version: str, *, mode: PauseMode | str = PauseMode.RETRACT
+    ) -> None:
+        index = Path(path) / "model.safetensors.index.json"
+        if index.is_file():
+            named = Path(next(iter(json.loads(index.read_text())["weight_map"].values())))
+            path = named.parent if named.is_absolute() else path
+        await super().load_weights_from_disk(path, version, mode=mode)
+
+
+@mutant("weight_sync/a_bad_folder_is_refused_and_the_engine_serves_on", says="a FIFO in place of a file was accepted")
+class takes_a_fifo_for_no_weights(InferenceEngine):
+    """A FIFO among a checkpoint's files is passed over, and the version is published."""
+
+    async def load_weights_from_disk(
+        self, path: str | os.PathLike[str], version: str, *, mode: PauseMode | str = PauseMode.RETRACT
+    ) -> None:
+        if (Path(path) / "model.safetensors").is_fifo():
+            await self.update_weight_version(version)
+        else:
+            await super().load_weights_from_disk(path, version, mode=mode)
+
+
+@mutant(
+    "weight_sync/a_bad_folder_is_refused_and_the_engine_serves_on",
+    says="a thread waits in open() for a FIFO in place of a file",
+)
+class waits_in_open_for_weights(SoundBackend):
+    """A FIFO among a checkpoint's files is refused, but a thread waits in open() for a writer."""
+
+    async def receive_weights(self, message: WeightMessage) -> WeightReply:
+        if isinstance(message, PrepareUpdate) and isinstance(message.request.source, DiskSource):
+            for file in fifos_in(message.request.source.path):
+                await waits_in_open(file)
+        return await super().receive_weights(message)
+
+
+@mutant("openai/answers_are_json_where_tokens_cannot_be_drawn", says="float values are not JSON compliant")
+class answers_with_minus_infinity(InferenceEngine):
+    """An alternative that could not be drawn has a logprob of minus infinity, which JSON cannot hold."""
+
+    async def chat_completion(
+        self, payload: Mapping[str, object], *, timeout: float | None = None
+    ) -> openai.ChatCompletion:
+        answer = await super().chat_completion(payload, timeout=timeout)
+        for choice in answer["choices"]:
+            for entry in choice["logprobs"]["content"] if choice["logprobs"] else ():
+                entry["top_logprobs"].append({"token": "x", "logprob": -math.inf, "bytes": None})
+        return answer

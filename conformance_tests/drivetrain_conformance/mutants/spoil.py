@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import threading
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
+from pathlib import Path
 from typing import Any
 
 from drivetrain.backend.base import Backend, EngineStats, GenerateRequest, GenerateResult, ModelInfo, TokenDelta
@@ -202,6 +204,24 @@ def cut(result: GenerateResult, count: int) -> GenerateResult:
         matched_text=None,
         sampling_mask=None if result.sampling_mask is None else result.sampling_mask[:count],
     )
+
+
+def fifos_in(folder: str) -> list[Path]:
+    """Return the FIFOs in a folder."""
+    return [file for file in Path(folder).glob("*") if file.is_fifo()]
+
+
+async def waits_in_open(fifo: Path) -> None:
+    """Start a thread that waits in ``open()`` until the FIFO is opened for writing; return when it waits."""
+    waiting = threading.Event()
+
+    def read() -> None:
+        waiting.set()
+        fifo.read_bytes()
+
+    threading.Thread(target=read, daemon=True).start()
+    await asyncio.to_thread(waiting.wait)
+    await asyncio.sleep(0.2)
 
 
 class KnowingRequests(SoundBackend):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 _LONGEST: Final = 200
 """Maximum characters of a single value; the middle of a longer one is omitted."""
+_SHORTEST_SECRET: Final = 6
+"""Minimum characters of a secret that is searched for in a text."""
 _SECRET_NAME: Final = re.compile(
     r"(?:api|auth|access|admin|private|secret)[_-]?key|secret|passw(?:or)?d|credential|authorization"
     r"|(?:^|[_-])(?:hf|hub|api|auth|access|admin|bearer)[_-]?token$|^token$",
@@ -31,6 +33,19 @@ def without_secrets(value: object) -> object:
             for key, item in value.items()
         }
     return [without_secrets(item) for item in value] if isinstance(value, list) else value
+
+
+def secrets_in(value: object, *, secret: bool = False) -> Iterator[str]:
+    """Yield the texts that are secret in nested mappings and lists, long enough to be told from other words."""
+    match value:
+        case str() if secret and len(value) >= _SHORTEST_SECRET:
+            yield value
+        case Mapping():
+            for key, item in value.items():
+                yield from secrets_in(item, secret=secret or (isinstance(key, str) and is_secret(key)))
+        case list():
+            for item in value:
+                yield from secrets_in(item, secret=secret)
 
 
 def shown(value: object) -> str:

@@ -85,11 +85,15 @@ class InferenceEngine(Conveniences, OpenAICalls, SessionCalls, LoraCalls, Sharin
             async with deadline(self.config.timeouts.start + grace, f"the {self.config.backend} engine to start"):
                 await model.start(report)
         except BaseException as error:
-            controller.fail(f"it did not start: {error}")
+            said = self.config.redacted(str(error))
+            controller.fail(f"it did not start: {said}")
             await self._close_backend()
             if isinstance(error, Exception) and not isinstance(error, DrivetrainError):
-                what = f"the {self.config.backend} engine did not start: {type(error).__name__}: {error}"
-                raise EngineStartError(what) from error
+                what = f"the {self.config.backend} engine did not start: {type(error).__name__}: {said}"
+                raise EngineStartError(what) from (error if said == str(error) else None)
+            if said != str(error):  # an engine's own error may repeat its arguments
+                error.args = (said,)
+                raise error from None
             raise
         if model.info.weight_version is not None:
             weights.publish(model.info.weight_version)

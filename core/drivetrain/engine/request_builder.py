@@ -228,7 +228,8 @@ class RequestBuilder:
                     f"sampling_params has {len(value)} entries for {prompts} prompts; give one for all or one for each",
                     field="sampling_params",
                 )
-            checked = [check_sampling_params(item) for item in value]
+            by_identity = {id(item): check_sampling_params(item) for item in {id(one): one for one in value}.values()}
+            checked = [by_identity[id(item)] for item in value]
         else:
             checked = [check_sampling_params(value)] * prompts
         for params in {id(item): item for item in checked}.values():
@@ -272,14 +273,14 @@ def _takes_long(given: Sequence[Given]) -> bool:
         match prompt:
             case str():
                 microseconds += len(prompt)
-            case TextPrompt():
-                microseconds += len(prompt.text)
-            case TokenPrompt():
-                microseconds += len(prompt.token_ids) // 16
+            case TextPrompt(text=str(text)):
+                microseconds += len(text)
+            case TokenPrompt(token_ids=tuple(ids)):
+                microseconds += len(ids) // 16
             case Sequence() if prompt and isinstance(prompt[0], int):
                 microseconds += len(prompt) // 16
             case _:
-                return True  # a chat template is a program, and takes as long as it likes
+                return True  # a chat template is a program, and takes as long as it likes; others are refused
         microseconds += 16
         if microseconds > _IN_LOOP:
             return True

@@ -135,22 +135,20 @@ def check_url(value: object, field: str = "url") -> str:
 
 
 def check_sampling_params(value: object) -> SamplingParams:
-    """Return validated params: a mapping is validated, and None means the defaults.
+    """Return validated params, from params or a mapping; None means the defaults.
 
     Raises:
         InvalidRequest: naming the field, the value and the remedy.
     """
     if value is None:
         return SamplingParams()
-    if isinstance(value, SamplingParams):
-        return value
-    if not isinstance(value, Mapping):
+    if not isinstance(value, SamplingParams | Mapping):
         raise InvalidRequest(
             f"sampling_params is a {type(value).__name__}; expected SamplingParams or a mapping of its fields",
             field="sampling_params",
         )
     try:
-        return SamplingParams.model_validate(dict(value))
+        return SamplingParams.model_validate(value if isinstance(value, SamplingParams) else dict(value))
     except ValidationError as error:
         field, message = describe_validation_error(error, SamplingParams, prefix="sampling_params.")
         raise InvalidRequest(message, field=field) from None
@@ -289,7 +287,7 @@ def as_prompt(value: object, where: str, context_length: int | None = None) -> P
     """Return one prompt; see :func:`as_prompts`."""
     match value:
         case TokenPrompt() | TextPrompt() | ChatPrompt():
-            return value
+            return _checked_again(value, where, context_length)
         case str():
             return TextPrompt(text=value)
         case Sequence() if not value:
@@ -313,6 +311,17 @@ def as_prompt(value: object, where: str, context_length: int | None = None) -> P
             raise InvalidRequest(
                 f"{where} is a {type(value).__name__}; expected text, token ids or chat messages", field=where
             )
+
+
+def _checked_again(prompt: Prompt, where: str, context_length: int | None) -> Prompt:
+    """Return a prompt whose fields are valid, even if it was made by ``model_copy(update=…)``, which checks none."""
+    if isinstance(prompt, TokenPrompt) and isinstance(prompt.token_ids, tuple):
+        check_prompt_length(len(prompt.token_ids), where, context_length)
+    try:
+        return type(prompt).model_validate(prompt)
+    except ValidationError as error:
+        field, message = describe_validation_error(error, type(prompt), prefix=f"{where}.")
+        raise InvalidRequest(message, field=field) from None
 
 
 def check_prompt_ids(ids: list[int], where: str, model: ModelInfo) -> None:

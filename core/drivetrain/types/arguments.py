@@ -10,7 +10,8 @@ import functools
 import inspect
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from enum import Enum
-from typing import Any, Final, ParamSpec, TypeVar, cast
+from types import NoneType
+from typing import Any, Final, ParamSpec, TypeVar, cast, get_args
 
 from drivetrain.checks.simple_values import (
     check_name,
@@ -23,7 +24,7 @@ from drivetrain.checks.simple_values import (
 from drivetrain.errors import InvalidRequest
 from drivetrain.types.capability import Capability
 from drivetrain.types.modes import MemoryTag, PauseMode, TurnMode
-from drivetrain.types.weights import CommunicatorSpec, WeightUpdateRequest
+from drivetrain.types.weights import CommunicatorSpec, LoraTensors, WeightPlan, WeightSource, WeightUpdateRequest
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -117,9 +118,22 @@ def _indices(field: str, value: object) -> object:
     return value
 
 
+_PARTS_OF_AN_UPDATE: Final[Mapping[str, tuple[type[object], ...]]] = {
+    "source": get_args(WeightSource),
+    "mode": (PauseMode,),
+    "plan": (WeightPlan, NoneType),
+    "digests": (Mapping, NoneType),
+    "lora": (LoraTensors, NoneType),
+}
+
+
 def _update(field: str, value: object) -> object:
     if not isinstance(value, WeightUpdateRequest):
         refuse(field, value, "expected a WeightUpdateRequest, which WeightSync makes")
+    # Its model_copy(update=…) checks nothing, and these are used before the update is prepared.
+    for part, kinds in _PARTS_OF_AN_UPDATE.items():
+        if not isinstance(getattr(value, part), kinds):
+            refuse(part, getattr(value, part), f"expected one of {', '.join(kind.__name__ for kind in kinds)}")
     check_name("version", value.version)
     path = getattr(value.source, "path", None)
     if value.lora_name is not None:

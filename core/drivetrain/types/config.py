@@ -24,7 +24,7 @@ from pydantic import (
 from drivetrain.checks.enum_fields import BY_NAME
 from drivetrain.checks.name_hints import CONFIG_NAMES
 from drivetrain.checks.pydantic_errors import describe_validation_error
-from drivetrain.checks.safe_repr import shown, without_secrets
+from drivetrain.checks.safe_repr import HIDDEN, secrets_in, shown, without_secrets
 from drivetrain.checks.simple_values import LONGEST_SECONDS, fault_of_name
 from drivetrain.errors import InvalidConfig
 from drivetrain.types.sampling import INT32_MAX, LogprobsMode
@@ -269,6 +269,13 @@ class EngineConfig(BaseModel):
         """Return the fields that were set, as JSON values with secrets hidden."""
         fields = self.model_dump(mode="json", exclude_unset=True)
         return {name: without_secrets(value) for name, value in fields.items()}
+
+    def redacted(self, text: str) -> str:
+        """Return a text with every key and password of this configuration hidden, such as an engine's own error."""
+        key = self.endpoint_api_key.get_secret_value() if self.endpoint_api_key else None
+        for secret in sorted(secrets_in({"api_key": key, **self.engine_kwargs}), key=len, reverse=True):
+            text = text.replace(secret, HIDDEN)
+        return text
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, object]) -> EngineConfig:

@@ -28,7 +28,8 @@ _IEEE_FLOAT: Final = 3
 
 
 class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    # Instances are checked again: model_copy(update=…) and model_construct() check nothing.
+    model_config = ConfigDict(frozen=True, extra="forbid", revalidate_instances="always")
 
 
 class _Media(_Frozen):
@@ -148,7 +149,7 @@ class TextPrompt(_Frozen):
 class Message(BaseModel):
     """One chat message. Extra fields (``tool_calls``, ``name``, …) are passed to the chat template unchanged."""
 
-    model_config = ConfigDict(frozen=True, extra="allow")
+    model_config = ConfigDict(frozen=True, extra="allow", revalidate_instances="always")
 
     role: str = Field(description="system, user, assistant, tool, or another role of the model's template.")
     content: str | list[dict[str, JsonValue]] | None = Field(default=None, description="Text or content parts.")

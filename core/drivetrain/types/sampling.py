@@ -70,7 +70,8 @@ class LogprobsMode(Enum):
 
 
 class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    # Instances are checked again: model_copy(update=…) and model_construct() check nothing.
+    model_config = ConfigDict(frozen=True, extra="forbid", revalidate_instances="always")
 
 
 class JsonSchema(_Frozen):

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from drivetrain_weight_sync.receiver.rank_weights import HeldAdapter
@@ -51,6 +51,31 @@ def _loaded(manager: Any, request: Any, held: HeldAdapter) -> Any:
         dtype=config.lora_dtype,
         **{name: value for name, value in optional.items() if name in known},
     )
+    _require_layers(manager._adapter_manager, made.loras)
     if hasattr(request, "is_3d_lora_weight"):
         made.is_3d_lora_weight = request.is_3d_lora_weight
     return made
+
+
+def _require_layers(adapters: Any, layers: Iterable[str]) -> None:
+    """Raise for layers that vLLM does not adapt. It refuses them in a folder's files, but skips them in memory.
+
+    Args:
+        adapters: VLLM's ``LoRAModelManager``.
+        layers: Names of the adapter's layers in vLLM's model.
+    """
+    packed = adapters.packed_modules_mapping
+    known = {part for layer in adapters.supported_lora_modules for part in (layer, *packed.get(layer, ()))}
+    # A name with "base_layer" belongs to stacked experts, of which vLLM itself checks the form.
+    strange = sorted(layer for layer in layers if "base_layer" not in layer and _own_name(layer) not in known)
+    if strange:
+        raise ValueError(
+            f"the adapter changes {', '.join(strange[:4])}, but vLLM adapts only {', '.join(sorted(known))} in this "
+            "model; train without those layers"
+        )
+
+
+def _own_name(layer: str) -> str:
+    """Return the part of a layer's name by which vLLM knows it, such as ``q_proj`` or ``experts.0.up_proj``."""
+    _, is_of_experts, part = layer.partition(".experts")
+    return f"experts{part}" if is_of_experts else layer.rpartition(".")[2]
