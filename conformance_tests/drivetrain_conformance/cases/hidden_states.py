@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -182,6 +184,7 @@ async def experts_of_the_prompt_are_the_routers_choice(bench: Bench) -> None:
 @case(
     Capability.ROUTED_EXPERTS,
     Capability.PROMPT_ROUTED_EXPERTS,
+    Capability.STREAMING,
     model=ModelKind.MOE,
     config={"max_num_batched_tokens": 128, "max_num_seqs": 8},
 )
@@ -201,37 +204,37 @@ async def experts_of_the_prompt_are_whole_however_it_is_read(bench: Bench) -> No
         assert completion.routed_experts is None, "only the prompt's experts were asked for"
         _check_prompt(bench, completion)
     assert output.completions[-1].prompt_routed_experts is None, "only the output's experts were asked for"
-    if bench.claims(Capability.STREAMING):
-        chunks = [chunk async for chunk in bench.engine.generate_stream(given[1], _BOTH)]
-        _check_whole(bench, next(chunk.completion for chunk in chunks if chunk.completion is not None))
-    await _check_interrupted(bench, given[:2])
-
-
-async def _check_interrupted(bench: Bench, prompts: Sequence[Sequence[int]]) -> None:
-    """Check requests that were frozen and went on, and those that were aborted while running or frozen."""
-    asking = bench.long(
-        250, prompt_length=len(prompts[1]), return_routed_experts=True, return_prompt_routed_experts=True
-    )
     freezes = [mode for needed, mode in _FREEZES.items() if bench.claims(needed)]
     aborted = [(mode, True) for mode in (None, *freezes) if bench.claims(Capability.ABORT)]
-    for mode, is_aborted in [*((mode, False) for mode in freezes), *aborted]:
-        async with bench.in_flight(prompts, asking) as task:
+    for mode, is_aborted in [(None, False), *((mode, False) for mode in freezes), *aborted]:
+
+        async def interrupt(mode: PauseMode | None = mode, is_aborted: bool = is_aborted) -> None:
             if mode is not None:
                 await bench.engine.pause_generation(mode)
             if is_aborted:
                 await bench.engine.abort_generation()
             if mode is not None:
                 await bench.engine.continue_generation()
-            async with asyncio.timeout(_BOUND):
-                completions = (await task).completions
-        for completion in completions:
-            if completion.token_ids:
-                _check_whole(bench, completion)
+
+        _check_whole(bench, await _interrupted(bench, given[1], interrupt))
+
+
+async def _interrupted(bench: Bench, prompt: list[int], interrupt: Callable[[], Awaitable[object]]) -> Completion:
+    """Stream an answer of 250 tokens or more with all experts, and do something once it has its first token."""
+    asking = bench.long(250, prompt_length=len(prompt), return_routed_experts=True, return_prompt_routed_experts=True)
+    async with asyncio.timeout(_BOUND), aclosing(bench.engine.generate_stream(prompt, asking)) as stream:
+        chunks = [await anext(stream)]
+        await interrupt()
+        chunks += [chunk async for chunk in stream]
+    completion = next(chunk.completion for chunk in chunks if chunk.completion is not None)
+    assert completion.token_ids, "the stream gave a token that its completion does not have"
+    return completion
 
 
 @case(
     Capability.ROUTED_EXPERTS,
     Capability.PROMPT_ROUTED_EXPERTS,
+    Capability.STREAMING,
     Capability.WEIGHTS_DISK,
     model=ModelKind.MOE,
     changes_weights=True,
@@ -253,12 +256,8 @@ async def experts_are_those_of_the_weights_that_chose_them(bench: Bench) -> None
             _check_whole(bench, completion, models)
     if not bench.claims(Capability.PAUSE_RETRACT) or not bench.claims(Capability.WEIGHT_UPDATE_IN_FLIGHT_RETRACT):
         return
-    asking = bench.long(250, prompt_length=len(prompt), return_routed_experts=True, return_prompt_routed_experts=True)
-    async with bench.in_flight([prompt], asking) as task:
-        await engine.update_named_weights(from_disk(other, "later", mode=PauseMode.RETRACT))
-        async with asyncio.timeout(_BOUND):
-            (completion,) = (await task).completions
-    _check_whole(bench, completion, models)
+    update = partial(engine.update_named_weights, from_disk(other, "later", mode=PauseMode.RETRACT))
+    _check_whole(bench, await _interrupted(bench, prompt, update), models)
 
 
 def _check_whole(bench: Bench, completion: Completion, models: Mapping[str, Path] | None = None) -> None:
