@@ -23,8 +23,10 @@ CALLS ?= 10000
 RESULTS := conformance_tests/results
 REPORT = build/conformance/$(BACKEND)$(if $(ISOLATION),-$(ISOLATION)).json
 ENVIRONMENT = $(if $(filter transformers,$(BACKEND)),$(VENV),.venvs/$(BACKEND:-server=))
-# What SGLang does only if it is told so when it starts.
-SETTINGS = $(if $(filter sglang,$(BACKEND)),--set 'engine_kwargs={enable_return_hidden_states: true}')
+# What SGLang and vLLM do only if they are told so when they start.
+SETTINGS = $(SETTINGS_$(BACKEND))
+SETTINGS_sglang := --set 'engine_kwargs={enable_return_hidden_states: true, enable_return_routed_experts: true}'
+SETTINGS_vllm := --set 'engine_kwargs={enable_return_routed_experts: true}'
 # A forked host has imported vLLM, and forks it again; without this, vLLM imports itself in a new process.
 ENGINE_ENV = $(if $(filter vllm,$(BACKEND)),VLLM_WORKER_MULTIPROC_METHOD=fork)
 ECHO := examples/drivetrain-echo

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from drivetrain import (
+    Capability,
     EngineConfig,
     FinishReason,
     GenerateRequest,
@@ -28,6 +32,7 @@ from drivetrain.types.token_scores import Scoring
 from drivetrain_sampling.packed_masks import pack
 from drivetrain_sampling.scores import ScoredPrompt
 from drivetrain_sglang import translate
+from drivetrain_sglang.engine import SGLangBackend
 from drivetrain_sglang.errors import as_engine_error
 
 
@@ -180,12 +185,66 @@ def test_an_unknown_ending_is_no_ending() -> None:
         collected.result("v")
 
 
-def test_experts_are_those_of_the_output_tokens() -> None:
-    collected = translate.Collected(request(SamplingParams(return_routed_experts=True)), expert_shape=(2, 1))
-    every = np.arange(8, dtype=np.int32).reshape(4, 2, 1)
-    meta = {"finish_reason": {"type": "length"}, "routed_experts": base64.b64encode(every.tobytes()).decode()}
+def experts_in(rows: NDArray[np.int32], **asked: bool) -> translate.Collected:
+    """Return a sample of three prompt tokens and two output tokens, with such rows of SGLang's record."""
+    collected = translate.Collected(
+        request(SamplingParams.model_validate(asked)), expert_shape=(3, 1), expert_layers=[1, 2]
+    )
+    meta = {"finish_reason": {"type": "length"}, "routed_experts": base64.b64encode(rows.tobytes()).decode()}
     collected.add({"output_ids": [4, 5], "meta_info": meta})
-    assert collected.result("v").routed_experts == RoutedExperts.of(every[-2:])
+    return collected
+
+
+def test_experts_are_those_of_the_tokens_that_are_asked_for() -> None:
+    every = np.arange(12, dtype=np.int32).reshape(4, 3, 1)
+    every[:, 0] = -1  # a layer without experts
+    assert (
+        translate.request_fields(request(SamplingParams(return_routed_experts=True)), "r", "k", stream=False)[
+            "routed_experts_start_len"
+        ]
+        == 2
+    )
+    own = experts_in(every[2:], return_routed_experts=True).result("v")
+    assert (own.routed_experts, own.prompt_routed_experts) == (RoutedExperts.of(every[2:, 1:]), None)
+    both = experts_in(every, return_routed_experts=True, return_prompt_routed_experts=True).result("v")
+    assert both.routed_experts == RoutedExperts.of(every[2:, 1:])
+    assert both.prompt_routed_experts == RoutedExperts.of(every[:3, 1:])
+    alone = experts_in(every, return_prompt_routed_experts=True).result("v")
+    assert (alone.routed_experts, alone.prompt_routed_experts) == (None, RoutedExperts.of(every[:3, 1:]))
+
+
+def test_experts_that_were_not_recorded_are_an_error() -> None:
+    every = np.zeros((4, 3, 1), dtype=np.int32)
+    every[1] = -1
+    for rows in (every, every[2:], every[:0]):
+        with pytest.raises(EngineInternalError, match="from token 0 on none"):
+            experts_in(rows, return_prompt_routed_experts=True).result("v")
+
+
+def test_an_abort_before_any_token_has_no_experts() -> None:
+    asked = SamplingParams(return_routed_experts=True, return_prompt_routed_experts=True)
+    collected = translate.Collected(request(asked), expert_shape=(3, 1), expert_layers=[1, 2])
+    collected.add({"meta_info": {"finish_reason": {"type": "abort", "message": "x"}}})
+    result = collected.result("v")
+    assert (result.routed_experts, result.prompt_routed_experts) == (RoutedExperts(), None)
+
+
+@pytest.mark.parametrize(("fields", "asked", "claimed"), [({"num_experts": 4}, True, True), ({}, True, False)])
+def test_where_experts_are_claimed(tmp_path: Path, fields: dict[str, int], asked: bool, claimed: bool) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    experts = {Capability.ROUTED_EXPERTS, Capability.PROMPT_ROUTED_EXPERTS}
+    for device in ("cpu", "cuda"):
+        given = config(model=str(tmp_path), device=device, engine_kwargs={"enable_return_routed_experts": asked})
+        assert SGLangBackend.capabilities(given) & experts == (experts if claimed else set())
+
+
+def test_prefixes_whose_experts_may_be_lost_are_not_shared(tmp_path: Path) -> None:
+    asking, plain = request(SamplingParams(return_prompt_routed_experts=True)), request()
+    for kwargs, is_shared in (({}, True), ({"enable_hierarchical_cache": True}, False)):
+        backend = SGLangBackend(config(model=str(tmp_path), engine_kwargs=kwargs))
+        assert backend.cache_key_of(plain) == backend.cache_key
+        assert (backend.cache_key_of(asking) == backend.cache_key_of(asking)) is is_shared
+        assert backend.cache_key_of(asking) != backend.cache_key
 
 
 def test_masks_come_with_their_tokens() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -138,12 +139,42 @@ def test_where_determinism_is_claimed(tmp_path: Path, fields: dict[str, Any], cl
 
 
 @pytest.mark.parametrize(
-    ("device", "asked", "claimed"), [("cuda", True, True), ("cuda", False, False), ("cpu", True, False)]
+    ("device", "fields", "asked", "by_block", "claimed"),
+    [
+        ("cuda", {"num_experts": 4}, True, False, True),
+        ("cuda", {"num_experts": 4}, False, False, False),
+        ("cuda", {}, True, True, False),
+        ("cpu", {"num_experts": 4}, True, True, True),
+        ("cpu", {"num_experts": 4}, True, False, False),
+    ],
 )
-def test_where_experts_are_claimed(tmp_path: Path, device: str, asked: bool, claimed: bool) -> None:
+def test_where_experts_are_claimed(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    fields: dict[str, int],
+    asked: bool,
+    by_block: bool,
+    claimed: bool,
+) -> None:
+    monkeypatch.setattr("drivetrain_vllm.engine.records_experts_by_block", lambda: by_block)
+    (tmp_path / "config.json").write_text(json.dumps(fields))
     asking = {"enable_return_routed_experts": asked}
     capabilities = VLLMBackend.capabilities(config(model=str(tmp_path), device=device, engine_kwargs=asking))
-    assert (Capability.ROUTED_EXPERTS in capabilities) is claimed
+    experts = {Capability.ROUTED_EXPERTS, Capability.PROMPT_ROUTED_EXPERTS}
+    assert capabilities & experts == (experts if claimed else set())
+
+
+def test_experts_that_are_kept_by_cached_blocks_need_the_prefix_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("drivetrain_vllm.engine.records_experts_by_block", lambda: True)
+    (tmp_path / "config.json").write_text(json.dumps({"num_experts": 4}))
+    fields = {"model": str(tmp_path), "device": "cpu", "engine_kwargs": {"enable_return_routed_experts": True}}
+    VLLMBackend.validate(config(**fields))
+    with pytest.raises(InvalidConfig, match="blocks of its prefix cache") as caught:
+        VLLMBackend.validate(config(**fields, enable_prefix_caching=False))
+    assert caught.value.field == "engine_kwargs"
 
 
 def test_the_configuration_becomes_arguments() -> None:
@@ -236,7 +267,23 @@ def test_experts_are_of_the_pass_that_a_token_was_drawn_from() -> None:
     every = np.arange(4 * 3 * 2, dtype=np.uint8).reshape(4, 3, 2)  # two of the prompt's, and all drawn but the last
     collected = translate.Collected(request({"return_routed_experts": True}), expert_layers=[0, 2])
     collected.add(output([5, 6, 7], "length", routed_experts=every))
-    assert collected.result("v").routed_experts == RoutedExperts.of(every[1:, [0, 2]])
+    result = collected.result("v")
+    assert result.routed_experts == RoutedExperts.of(every[1:, [0, 2]])
+    assert result.prompt_routed_experts is None
+
+
+def test_experts_of_the_prompt_come_first() -> None:
+    every = np.arange(5 * 2, dtype=np.uint8).reshape(5, 2, 1)  # three of the prompt's, and two drawn of three
+    both = {"return_routed_experts": True, "return_prompt_routed_experts": True}
+    for asked in (both, {"return_prompt_routed_experts": True}):
+        collected = translate.Collected(request(asked), expert_layers=[1])
+        collected.add(output([5, 6, 7], "length", routed_experts=every))
+        result = collected.result("v")
+        assert result.prompt_routed_experts == RoutedExperts.of(every[:3, [1]])
+        assert result.routed_experts == (RoutedExperts.of(every[2:, [1]]) if asked is both else None)
+    aborted = translate.Collected(request(both), expert_layers=[1])
+    aborted.add(output([], "abort", routed_experts=None))
+    assert aborted.result("v").prompt_routed_experts is None
 
 
 def test_a_stream_with_experts_says_everything_again() -> None:
@@ -255,7 +302,7 @@ def test_a_stream_with_experts_says_everything_again() -> None:
 def test_experts_that_are_not_there_are_an_error(given: Any) -> None:
     collected = translate.Collected(request({"return_routed_experts": True}), expert_layers=[0])
     collected.add(output([5, 7], "length", routed_experts=given))
-    with pytest.raises(EngineInternalError, match=r"experts of \d tokens where it drew 2"):
+    with pytest.raises(EngineInternalError, match=r"experts of \d tokens where 2 have some"):
         collected.result("v")
 
 

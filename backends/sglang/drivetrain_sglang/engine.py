@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, cast
 
 import psutil
 
@@ -21,7 +21,12 @@ from drivetrain.backend.base import (
     ModelInfo,
     ReadMedium,
 )
-from drivetrain.backend.toolkit.model_folder import check_model_folder, config_levels, require_dense_for_adapters
+from drivetrain.backend.toolkit.model_folder import (
+    check_model_folder,
+    config_levels,
+    has_experts,
+    require_dense_for_adapters,
+)
 from drivetrain.backend.toolkit.start_errors import start_errors
 from drivetrain.backend.toolkit.translation import shortened_all
 from drivetrain.backend.toolkit.xgrammar_limits import refuse_ignored_parts
@@ -47,6 +52,8 @@ from drivetrain_sglang.translate import (
     ADAPTED_WITH,
     CONFIG_NAMES,
     LORA_RANK,
+    MOVES_CACHE,
+    ROUTED_EXPERTS,
     SEEN_WORKING,
     Collected,
     RowFailure,
@@ -97,7 +104,9 @@ class SGLangBackend(WorkerBackend[Collected]):
         self._staged: dict[str, str] = {}
         """Paths of the adapters that came as tensors, by name."""
         self._expert_shape = (0, 0)
-        """Number of MoE layers, and of experts per token."""
+        """Number of layers, and of experts per token."""
+        self._expert_layers: list[int] = []
+        """Layers whose experts SGLang records, if it was told to."""
         self._media: VisionReader | SoundReader | None = None
         self._profile: tuple[Path, set[Path]] = (Path(), set())
 
@@ -109,6 +118,10 @@ class SGLangBackend(WorkerBackend[Collected]):
             claimed.add(Capability.SAMPLING_MASK)
         if config.engine_kwargs.get("enable_return_hidden_states"):
             claimed.add(Capability.HIDDEN_STATES)
+        if config.engine_kwargs.get(ROUTED_EXPERTS) and config.task is Task.GENERATE and has_experts(config):
+            claimed.add(Capability.ROUTED_EXPERTS)
+            if device_type_of(config) == "cpu":
+                claimed.add(Capability.PROMPT_ROUTED_EXPERTS)  # not run on a GPU yet
         if device_type_of(config) == "cpu" and carries_scores():
             claimed.add(Capability.SCORE_AT)  # on a GPU, a graph may hold the logits' computation
         if device_type_of(config) == "cpu":
@@ -152,6 +165,8 @@ class SGLangBackend(WorkerBackend[Collected]):
         await self.connect("SGLang's scheduler is gone")
         report("warming up")
         await self._warm_up()
+        if Capability.ROUTED_EXPERTS in self.capabilities(self.config):
+            self._expert_layers = cast("list[int]", await self.ask("expert_layers"))
         return replace(info, gpus=await self.gpus())
 
     def _start(self, report: Callable[[str], None]) -> ModelInfo:
@@ -161,6 +176,8 @@ class SGLangBackend(WorkerBackend[Collected]):
         model.require_weights()
         report(f"starting SGLang {version(self.engine_distribution)} on {model.device}")
         arguments = engine_arguments(config, model.device, model.dtype, model.context_length, model.overrides)
+        if Capability.ROUTED_EXPERTS not in self.capabilities(config):
+            arguments.pop(ROUTED_EXPERTS, None)  # without experts, SGLang would fail to start
         self._engine = _engine_class()(**arguments)
         self._processes = psutil.Process().children(recursive=True)
         started = self._engine._scheduler_init_result.scheduler_infos[0]
@@ -203,7 +220,7 @@ class SGLangBackend(WorkerBackend[Collected]):
 
     def collect(self, request: GenerateRequest) -> Collected:
         """Return an empty sample."""
-        return Collected(request, self._expert_shape)
+        return Collected(request, self._expert_shape, self._expert_layers)
 
     async def outputs(
         self, request: GenerateRequest, sample: Collected, *, stream: bool
@@ -222,7 +239,8 @@ class SGLangBackend(WorkerBackend[Collected]):
                 elif request.media and isinstance(self._media, SoundReader):
                     read["audio_data"] = audio_data(await self._media.prepared(request.media))
                 params_of = partial(sampling_params, deterministic=self.config.deterministic)
-                fields = request_fields(request, rid, self.cache_key, stream=stream, params_of=params_of, **read)
+                key = self.cache_key_of(request)
+                fields = request_fields(request, rid, key, stream=stream, params_of=params_of, **read)
                 wanted = GenerateReqInput(**fields)
                 async with aclosing(self._manager.generate_request(wanted)) as outputs:
                     try:
@@ -236,6 +254,12 @@ class SGLangBackend(WorkerBackend[Collected]):
                         raise
         except Exception as error:
             raise as_engine_error(error) from error
+
+    def cache_key_of(self, request: GenerateRequest) -> str:
+        """Return the key of a request's prefixes: one of its own if their experts may be lost."""
+        key = super().cache_key_of(request)
+        moves = any(self.config.engine_kwargs.get(name) for name in MOVES_CACHE)
+        return f"{key}-{self.new_id()}" if moves and request.params.return_prompt_routed_experts else key
 
     async def read_media(self, media: tuple[MediaInput, ...]) -> list[ReadMedium]:
         """Fetch and decode images, videos and sounds."""
@@ -418,8 +442,6 @@ def _of_a_gpu(config: EngineConfig) -> set[Capability]:
     }
     if device_memory.is_available():
         found.add(Capability.WEIGHTS_CUDA_IPC)
-    if config.engine_kwargs.get("enable_return_routed_experts"):
-        found.add(Capability.ROUTED_EXPERTS)
     if config.engine_kwargs.get("hicache_storage_backend"):
         found.add(Capability.HICACHE_STORAGE)
     return found

@@ -27,7 +27,7 @@ from drivetrain.media.qwen_vision import ENGINE_BOUNDS, ENGINE_FETCHES, ENGINE_P
 from drivetrain.types.config import EngineConfig, Task
 from drivetrain.types.outputs import FinishReason, TopLogprobs
 from drivetrain.types.routed_experts import RoutedExperts
-from drivetrain.types.sampling import EbnfGrammar, JsonSchema, LogprobsMode, RegexGrammar
+from drivetrain.types.sampling import EbnfGrammar, JsonSchema, LogprobsMode, RegexGrammar, SamplingParams
 from drivetrain.types.token_scores import TokenScores
 from drivetrain_sampling.encoded_params import encode_params
 from drivetrain_sampling.packed_masks import joined
@@ -87,6 +87,12 @@ SCORING: Final = "drivetrain_scoring"
 
 SCORES: Final = "drivetrain_scores"
 """Key of ``customized_info``, and then of ``meta_info``, for a prompt's scores."""
+
+ROUTED_EXPERTS: Final = "enable_return_routed_experts"
+"""SGLang's argument for recording the experts of each token."""
+
+MOVES_CACHE: Final = ("enable_hierarchical_cache", "enable_lmcache")
+"""SGLang's arguments for caches whose prefixes return to other slots, where the record has no experts of theirs."""
 
 ROOM: Final = 8
 """Tokens by which SGLang's limits exceed ours: it would truncate a request that fits exactly by one token."""
@@ -331,8 +337,9 @@ def request_fields(
         fields["logprob_start_len"] = len(request.prompt_token_ids) - scored - 1
     if params.return_hidden_states:
         fields["return_hidden_states"] = True
-    if params.return_routed_experts:
+    if wants_experts(params):
         fields["return_routed_experts"] = True
+        fields["routed_experts_start_len"] = _first_with_experts(request)
     if request.lora is not None:
         fields["lora_path"] = request.lora
     if image_data:
@@ -340,6 +347,16 @@ def request_fields(
     if audio_data:
         fields["audio_data"] = list(audio_data)
     return fields
+
+
+def wants_experts(params: SamplingParams) -> bool:
+    """Return whether a request asks for the experts of any token."""
+    return params.return_routed_experts or params.return_prompt_routed_experts
+
+
+def _first_with_experts(request: GenerateRequest) -> int:
+    """Return the place of the first token whose experts are asked for."""
+    return 0 if request.params.return_prompt_routed_experts else len(request.prompt_token_ids) - 1
 
 
 # Results ----------------------------------------------------------------------------------------------------------
@@ -411,11 +428,20 @@ def cut_at(output: Mapping[str, Any], stops: Collection[int]) -> Mapping[str, An
 
 
 class Collected(CollectedSample):
-    """Outputs of SGLang for one sample, collected chunk by chunk."""
+    """Outputs of SGLang for one sample, collected chunk by chunk.
 
-    def __init__(self, request: GenerateRequest, expert_shape: tuple[int, int] = (0, 0)) -> None:
+    Args:
+        request: The request.
+        expert_shape: Number of layers, and of experts per token, in SGLang's record of experts.
+        expert_layers: Numbers of the layers whose experts it records.
+    """
+
+    def __init__(
+        self, request: GenerateRequest, expert_shape: tuple[int, int] = (0, 0), expert_layers: Sequence[int] = ()
+    ) -> None:
         super().__init__(request)
         self._expert_shape = expert_shape
+        self._expert_layers = list(expert_layers)
         self._hidden: list[list[float]] = []
         self._meta: dict[str, Any] = {}
 
@@ -460,6 +486,7 @@ class Collected(CollectedSample):
             # An abort that comes with the last token is looked at before stops, and in some releases the length is too.
             reason, matched = FinishReason.STOP, self.token_ids[-1]
         wants_prompt = params.prompt_logprobs is not None
+        length, was_read = len(self.request.prompt_token_ids), bool(count) or reason is not FinishReason.ABORT
         prompt = meta.get("input_token_logprobs") if wants_prompt else None
         prompt_top = meta.get("input_top_logprobs") if params.prompt_logprobs else None
         return GenerateResult(
@@ -473,7 +500,10 @@ class Collected(CollectedSample):
             prompt_top_logprobs=_prompt_top(prompt_top, params.prompt_logprobs),
             cached_tokens=meta.get("cached_tokens") or 0,
             hidden_states=self._hidden[:count] if params.return_hidden_states else None,
-            routed_experts=self._experts(count) if params.return_routed_experts else None,
+            routed_experts=self._experts(length - 1, count) if params.return_routed_experts else None,
+            prompt_routed_experts=(
+                self._experts(0, length) if params.return_prompt_routed_experts and was_read else None
+            ),
             sampling_mask=self.sampling_mask,
             scores=self._scores(),
         )
@@ -488,17 +518,27 @@ class Collected(CollectedSample):
         spans = self._meta.get("weight_versions")
         return None if spans is None else [(str(span["version"]), float(span["end"])) for span in spans]
 
-    def _experts(self, count: int) -> RoutedExperts:
-        """Return, for each output token, the experts of the pass that it was drawn from.
+    def _experts(self, first: int, count: int) -> RoutedExperts:
+        """Return the experts of tokens of the prompt and the output.
 
-        SGLang omits the last token's own pass.
+        Args:
+            first: Place of the first one.
+            count: Number of tokens.
+
+        Raises:
+            EngineInternalError: SGLang recorded none of a token, or of a layer.
         """
-        encoded = self._meta.get("routed_experts")
-        if encoded is None or not count:
+        encoded, start = self._meta.get("routed_experts"), first - _first_with_experts(self.request)
+        if not count:
             return RoutedExperts()
-        layers, chosen = self._expert_shape
-        every = np.frombuffer(base64.b64decode(encoded), dtype=np.int32).reshape(-1, layers, chosen)
-        return RoutedExperts.of(every[-count:])
+        rows = np.frombuffer(base64.b64decode(encoded or ""), dtype=np.int32).reshape(-1, *self._expert_shape)
+        found = rows[start : start + count, self._expert_layers]
+        if len(found) < count or found.min() < 0:
+            raise EngineInternalError(
+                f"request {self.request.request_id}: SGLang gave the experts of {len(rows)} tokens, and of some of the "
+                f"{count} from token {first} on none"
+            )
+        return RoutedExperts.of(found)
 
 
 def _top(entries: Sequence[Any] | None, count: int) -> TopLogprobs:

@@ -29,6 +29,7 @@ from drivetrain.backend.toolkit.capability_sets import (
     STOPS,
     STRUCTURED_OUTPUT,
 )
+from drivetrain.backend.toolkit.model_folder import has_experts
 from drivetrain.backend.toolkit.translation import shortened_all
 from drivetrain.errors import DrivetrainError, EngineError, EngineInternalError, UnsupportedCapability
 from drivetrain.types.capability import Capability
@@ -51,7 +52,6 @@ from drivetrain_transformers.translate import (
     SEEN_WORKING,
     check_model_folder,
     device_of,
-    has_experts,
     has_grammars,
     load_arguments,
     media_capabilities,

@@ -9,7 +9,7 @@ from typing import Final
 
 from pydantic import JsonValue
 
-from drivetrain.backend.toolkit.model_folder import config_levels, experts_of, levels_in, model_file
+from drivetrain.backend.toolkit.model_folder import config_levels, model_file
 from drivetrain.backend.toolkit.translation import context_length_of
 from drivetrain.checks.extras import from_extra
 from drivetrain.errors import InvalidConfig
@@ -125,8 +125,3 @@ def check_model_folder(config: EngineConfig) -> None:
     levels = config_levels(config.model)
     if levels:
         context_length(SimpleNamespace(**levels[-1]), config)
-
-
-def has_experts(config: EngineConfig) -> bool:
-    """Return whether the model is a mixture of experts, by its ``config.json``."""
-    return bool(experts_of(levels_in(model_file(config, "config.json"))))

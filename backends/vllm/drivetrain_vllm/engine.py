@@ -16,7 +16,12 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, ClassVar, Final, cast
 
 from drivetrain.backend.base import GenerateRequest, ModelInfo, ReadMedium
-from drivetrain.backend.toolkit.model_folder import check_model_folder, config_levels, require_dense_for_adapters
+from drivetrain.backend.toolkit.model_folder import (
+    check_model_folder,
+    config_levels,
+    has_experts,
+    require_dense_for_adapters,
+)
 from drivetrain.backend.toolkit.rope_config import short_rope_length
 from drivetrain.backend.toolkit.start_errors import start_errors
 from drivetrain.backend.toolkit.translation import shortened_all
@@ -53,6 +58,7 @@ from drivetrain_vllm.translate import (
     carries_masks,
     engine_arguments,
     may_use_xgrammar,
+    records_experts_by_block,
     room_of,
     sampling_params,
     scores_on_a_gpu,
@@ -67,6 +73,7 @@ _MEMORY_SAVERS: Final = frozenset({Capability.SLEEP_WEIGHTS, Capability.SLEEP_KV
 
 _OF_PLAIN_WEIGHTS: Final = frozenset({Capability.READ_WEIGHTS, Capability.SAVE_SHARDED, Capability.SAVE_REMOTE})
 """Capabilities that need unquantised weights: of quantised ones, the engine keeps no checkpoint copy."""
+
 
 _LOOK_S: Final = 0.2
 """Interval at which the engine core is checked."""
@@ -118,9 +125,15 @@ class VLLMBackend(WorkerBackend[Collected]):
             claimed.add(Capability.SAMPLING_MASK)
         if config.engine_kwargs.get("quantization") is not None:
             claimed -= _OF_PLAIN_WEIGHTS
-        if device_type_of(config) == "cpu" or scores_on_a_gpu():
+        is_on_cpu = device_type_of(config) == "cpu"
+        if config.engine_kwargs.get(ROUTED_EXPERTS) and config.task is Task.GENERATE and has_experts(config):
+            if not is_on_cpu:
+                claimed.add(Capability.ROUTED_EXPERTS)  # the prompt's were not run on a GPU yet
+            elif records_experts_by_block():
+                claimed |= {Capability.ROUTED_EXPERTS, Capability.PROMPT_ROUTED_EXPERTS}
+        if is_on_cpu or scores_on_a_gpu():
             claimed.add(Capability.SCORE_AT)
-        if device_type_of(config) == "cpu":
+        if is_on_cpu:
             claimed |= audio_capabilities(config)  # not run on a GPU yet
         else:
             claimed |= _of_a_gpu(config)
@@ -134,6 +147,8 @@ class VLLMBackend(WorkerBackend[Collected]):
         engine_arguments(config, device_type_of(config), config.dtype, config.context_length or 0)
         _devices_of(config)
         check_model_folder(config, "vLLM")
+        if records_experts_by_block():
+            _require_blocks_for_experts(config)
         if device_type_of(config) == "cpu":
             require_dense_for_adapters(config, config_levels(config.model), "vLLM")
 
@@ -194,7 +209,10 @@ class VLLMBackend(WorkerBackend[Collected]):
         from vllm.v1.engine.async_llm import AsyncLLM
 
         report(f"starting vLLM {version(self.engine_distribution)} on {config.device or device}")
-        arguments = AsyncEngineArgs(**engine_arguments(config, device, model.dtype, longest, model.overrides))
+        given = engine_arguments(config, device, model.dtype, longest, model.overrides)
+        if Capability.ROUTED_EXPERTS not in self.capabilities(config):
+            given.pop(ROUTED_EXPERTS, None)  # without experts, vLLM would not start
+        arguments = AsyncEngineArgs(**given)
         # Media arrive preprocessed each time. With a cache, this side of vLLM would assume that the engine core still
         # has media that it dropped when caches were reset.
         arguments.mm_processor_cache_gb = 0
@@ -279,14 +297,14 @@ class VLLMBackend(WorkerBackend[Collected]):
 
     async def _prompt(self, request: GenerateRequest) -> dict[str, Any]:
         if not request.media:
-            return {"prompt_token_ids": request.prompt_token_ids, "cache_salt": self.cache_key}
+            return {"prompt_token_ids": request.prompt_token_ids, "cache_salt": self.cache_key_of(request)}
         reader = self._reader
         if isinstance(reader, SoundReader):
             sounds = await reader.prepared(request.media)
-            return of_sounds(request.prompt_token_ids, sounds, reader.audio_token_id, self.cache_key)
+            return of_sounds(request.prompt_token_ids, sounds, reader.audio_token_id, self.cache_key_of(request))
         seen = await reader.patches(request.media)
         token_ids = reader.image_token_id, reader.video_token_id
-        return of_vision(request.prompt_token_ids, seen, token_ids, self.cache_key)
+        return of_vision(request.prompt_token_ids, seen, token_ids, self.cache_key_of(request))
 
     async def read_media(self, media: tuple[MediaInput, ...]) -> list[ReadMedium]:
         """Fetch and decode images, videos and sounds."""
@@ -453,8 +471,6 @@ def _of_a_gpu(config: EngineConfig) -> set[Capability]:
         found.add(Capability.WEIGHTS_CUDA_IPC)
     if _has_plain_kernels(config):
         found.add(Capability.DETERMINISTIC)
-    if config.engine_kwargs.get(ROUTED_EXPERTS):
-        found.add(Capability.ROUTED_EXPERTS)
     return found
 
 
@@ -471,6 +487,16 @@ def _require_a_cache_for_states(cache: object) -> None:
             "enable_prefix_caching=True: the model keeps recurrent states, whose prefixes vLLM caches only on a GPU; "
             "give enable_prefix_caching=False, or use a GPU or the transformers backend",
             field="enable_prefix_caching",
+        )
+
+
+def _require_blocks_for_experts(config: EngineConfig) -> None:
+    """Refuse experts without the prefix cache if vLLM keeps them by its blocks."""
+    if Capability.ROUTED_EXPERTS in VLLMBackend.capabilities(config) and not config.enable_prefix_caching:
+        raise InvalidConfig(
+            f"engine_kwargs sets {ROUTED_EXPERTS}: vLLM keeps experts by the blocks of its prefix cache; leave it out, "
+            "or give enable_prefix_caching=True",
+            field="engine_kwargs",
         )
 
 

@@ -24,6 +24,7 @@ from drivetrain.types.config import EngineConfig, Task
 from drivetrain.types.outputs import FinishReason, TopLogprobs
 from drivetrain.types.routed_experts import RoutedExperts
 from drivetrain.types.sampling import EbnfGrammar, JsonSchema, LogprobsMode, RegexGrammar
+from drivetrain.types.sampling import SamplingParams as Params
 from drivetrain.types.token_scores import TokenScores
 from drivetrain_sampling import NO_TOKEN, NOT_FINITE
 from drivetrain_sampling.encoded_params import encode_params
@@ -127,6 +128,11 @@ def carries_masks() -> bool:
 def scores_on_a_gpu() -> bool:
     """Return whether the installed vLLM's second model runner, which GPUs have, computes what scores are taken of."""
     return source_mentions("vllm", "v1/worker/gpu/sample/prompt_logprob.py", "def compute_prompt_logprobs")
+
+
+def records_experts_by_block() -> bool:
+    """Return whether the installed vLLM keeps experts by the hashes of cached blocks, without importing it."""
+    return source_mentions("vllm", "distributed/aux_output_connector/worker.py", "class AuxOutputWorkerConnector")
 
 
 def engine_arguments(
@@ -256,6 +262,11 @@ def drawn_by_vllm(request: GenerateRequest, *, deterministic: bool = False) -> b
     return not deterministic and honours_temperature and is_plain(request, LogprobsMode.RAW)
 
 
+def wants_experts(params: Params) -> bool:
+    """Return whether a request asks for the experts of any token."""
+    return params.return_routed_experts or params.return_prompt_routed_experts
+
+
 def may_use_xgrammar(config: EngineConfig) -> bool:
     """Return whether vLLM may compile grammars with xgrammar, as it does unless another library is configured."""
     chosen = config.engine_kwargs.get("structured_outputs_config")
@@ -285,12 +296,13 @@ def sampling_params(request: GenerateRequest, *, stream: bool, deterministic: bo
         "output_kind": RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY,
         "skip_clone": True,
     }
-    if params.return_routed_experts:
+    if wants_experts(params):
         if stream and not params.return_sampling_mask:
             # Some releases lose experts when they join chunks that were not read yet, so each chunk holds everything.
             native["output_kind"] = RequestOutputKind.CUMULATIVE
         if hasattr(SamplingParams, "routed_experts_prompt_start"):
-            native["routed_experts_prompt_start"] = max(len(request.prompt_token_ids) - 1, 0)
+            own = max(len(request.prompt_token_ids) - 1, 0)
+            native["routed_experts_prompt_start"] = 0 if params.return_prompt_routed_experts else own
     extra: dict[str, object] = {}
     if params.structured_output is not None and params.stop_token_ids:
         extra[STOPS] = list(params.stop_token_ids)
@@ -410,7 +422,7 @@ class Collected(CollectedSample):
     @property
     def _is_cumulative(self) -> bool:
         """True if each chunk holds everything, as :func:`sampling_params` asks for."""
-        return self.params.return_routed_experts and not self.params.return_sampling_mask
+        return wants_experts(self.params) and not self.params.return_sampling_mask
 
     @property
     def ended(self) -> bool:
@@ -464,7 +476,12 @@ class Collected(CollectedSample):
                 else None
             ),
             cached_tokens=self._last.num_cached_tokens or 0,
-            routed_experts=self._experts(count) if params.return_routed_experts else None,
+            routed_experts=self._experts(slice(-count, None), count) if params.return_routed_experts else None,
+            prompt_routed_experts=(
+                self._experts(slice(len(prompt_ids)), len(prompt_ids))
+                if params.return_prompt_routed_experts and (count or reason is not FinishReason.ABORT)
+                else None
+            ),
             sampling_mask=self.sampling_mask,
             scores=self._scores(),
         )
@@ -478,11 +495,18 @@ class Collected(CollectedSample):
         given = 1 + scoring.width
         return packed_scores(scoring, logprobs[:, :given], logprobs[:, given:], top_ids)
 
-    def _experts(self, count: int) -> RoutedExperts:
-        """Return each token's experts, from the pass that it was drawn from.
+    def _experts(self, tokens: slice, count: int) -> RoutedExperts:
+        """Return the experts of some tokens.
 
-        vLLM omits the last token's own pass, includes some of the prompt's, and fills layers without experts with
-        zeros.
+        vLLM gives those of the prompt's tokens, or of its last one, and of all output tokens but the last. It fills
+        layers without experts with zeros.
+
+        Args:
+            tokens: The tokens, among those of which vLLM gives experts.
+            count: Number of tokens.
+
+        Raises:
+            EngineInternalError: vLLM gave the experts of fewer tokens.
         """
         if not count:
             return RoutedExperts()
@@ -490,9 +514,9 @@ class Collected(CollectedSample):
         if every is None or len(every) < count:
             given = 0 if every is None else len(every)
             raise EngineInternalError(
-                f"request {self.request.request_id}: vLLM gave experts of {given} tokens where it drew {count}"
+                f"request {self.request.request_id}: vLLM gave experts of {given} tokens where {count} have some"
             )
-        return RoutedExperts.of(every[-count:, self._expert_layers])
+        return RoutedExperts.of(every[tokens, self._expert_layers])
 
     def _reported(self) -> list[tuple[str, float]] | None:
         """Return versions and the ends of their tokens, if this vLLM reports them."""

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
+from functools import partial
+from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -16,6 +19,7 @@ from drivetrain.types.modes import PauseMode
 from drivetrain.types.outputs import Completion
 from drivetrain.types.sampling import SamplingParams
 from drivetrain_conformance.assertions.same_answers import check_same
+from drivetrain_conformance.assertions.weight_checks import from_disk
 from drivetrain_conformance.assets.served_models import ModelKind
 from drivetrain_conformance.harness.case import case
 from drivetrain_conformance.harness.testbench import Bench, NoOracle
@@ -26,6 +30,7 @@ _FREEZES: Final = {Capability.PAUSE_IN_PLACE: PauseMode.IN_PLACE, Capability.PAU
 _BOUND: Final = 60.0
 """Timeout, in seconds, for requests that were frozen to come back."""
 _EXPERTS: Final = SamplingParams(max_new_tokens=8, temperature=0, return_routed_experts=True)
+_BOTH: Final = _EXPERTS.model_copy(update={"return_prompt_routed_experts": True})
 
 
 @case()
@@ -165,20 +170,125 @@ async def experts_do_not_depend_on_the_batch_or_the_cache(bench: Bench) -> None:
 @case(Capability.ROUTED_EXPERTS, Capability.PROMPT_ROUTED_EXPERTS, model=ModelKind.MOE)
 async def experts_of_the_prompt_are_the_routers_choice(bench: Bench) -> None:
     """Each prompt token has the experts that the router ranks first, though its prefix is cached."""
-    params = _EXPERTS.model_copy(update={"return_prompt_routed_experts": True})
     long = bench.prompt(min(300, bench.engine.model_info.context_length // 2))
     prompts = [bench.prompt(4), long, bench.prompt(11)]
     plain = (await bench.engine.generate(prompts, _EXPERTS)).completions
     for experts in (completion.prompt_routed_experts for completion in plain):
         assert experts is None, f"nobody asked for the prompt's experts: {experts}"
-    outputs = [await bench.engine.generate(given, params) for given in (prompts, [[*long, *bench.prompt(3)]])]
+    outputs = [await bench.engine.generate(given, _BOTH) for given in (prompts, [[*long, *bench.prompt(3)]])]
     for completion in (completion for output in outputs for completion in output.completions):
-        found = completion.prompt_routed_experts
-        assert found is not None, "the prompt's experts are missing"
-        own, prompt = found.to_numpy().astype(np.int64), completion.prompt_token_ids
-        assert len(own) == len(prompt), f"{len(own)} of {len(prompt)} prompt tokens have experts"
-        _check_choices(bench, _router_logprobs(bench, prompt), own)
+        own = _check_prompt(bench, completion)
         assert (np.sort(own[-1]) == np.sort(_experts(completion)[0])).all(), "the last prompt token has other experts"
+
+
+@case(
+    Capability.ROUTED_EXPERTS,
+    Capability.PROMPT_ROUTED_EXPERTS,
+    Capability.STREAMING,
+    model=ModelKind.MOE,
+    config={"max_num_batched_tokens": 128, "max_num_seqs": 8},
+)
+async def experts_of_the_prompt_are_whole_however_it_is_read(bench: Bench) -> None:
+    """A prompt has all its experts if it is read in chunks, and if a request that asked for none had it cached.
+
+    It has them for each sample, in streams, without those of the output, beside requests that ask for none, and if the
+    request is frozen, retracted or aborted.
+    """
+    alone = SamplingParams(max_new_tokens=4, temperature=0, return_prompt_routed_experts=True)
+    prompts = bench.prompts(3, min(400, bench.engine.model_info.context_length // 2))
+    await bench.greedy(prompts)
+    params = [alone, alone.model_copy(update={"n": 2, "temperature": 1.0}), _EXPERTS]
+    given = [[*prompts[0], *bench.prompt(2)], [*prompts[1][:-30], *bench.prompt(150)], prompts[2]]
+    output = await bench.engine.generate(given, params)
+    for completion in output.completions[:-1]:
+        assert completion.routed_experts is None, "only the prompt's experts were asked for"
+        _check_prompt(bench, completion)
+    assert output.completions[-1].prompt_routed_experts is None, "only the output's experts were asked for"
+    freezes = [mode for needed, mode in _FREEZES.items() if bench.claims(needed)]
+    aborted = [(mode, True) for mode in (None, *freezes) if bench.claims(Capability.ABORT)]
+    for mode, is_aborted in [(None, False), *((mode, False) for mode in freezes), *aborted]:
+
+        async def interrupt(mode: PauseMode | None = mode, is_aborted: bool = is_aborted) -> None:
+            if mode is not None:
+                await bench.engine.pause_generation(mode)
+            if is_aborted:
+                await bench.engine.abort_generation()
+            if mode is not None:
+                await bench.engine.continue_generation()
+
+        _check_whole(bench, await _interrupted(bench, given[1], interrupt))
+
+
+async def _interrupted(bench: Bench, prompt: list[int], interrupt: Callable[[], Awaitable[object]]) -> Completion:
+    """Stream an answer of 250 tokens or more with all experts, and do something once it has its first token."""
+    asking = bench.long(250, prompt_length=len(prompt), return_routed_experts=True, return_prompt_routed_experts=True)
+    async with asyncio.timeout(_BOUND), aclosing(bench.engine.generate_stream(prompt, asking)) as stream:
+        chunks = [await anext(stream)]
+        await interrupt()
+        chunks += [chunk async for chunk in stream]
+    completion = next(chunk.completion for chunk in chunks if chunk.completion is not None)
+    assert completion.token_ids, "the stream gave a token that its completion does not have"
+    return completion
+
+
+@case(
+    Capability.ROUTED_EXPERTS,
+    Capability.PROMPT_ROUTED_EXPERTS,
+    Capability.STREAMING,
+    Capability.WEIGHTS_DISK,
+    model=ModelKind.MOE,
+    changes_weights=True,
+)
+async def experts_are_those_of_the_weights_that_chose_them(bench: Bench) -> None:
+    """After an update, a prompt that was cached before has the new weights' experts, with keep_prefix_cache=True too.
+
+    A request that is retracted for the update keeps the experts that its prompt and its tokens had.
+    """
+    engine, prompt = bench.engine, bench.prompt(min(300, bench.engine.model_info.context_length // 2))
+    one, other = bench.model, bench.other_weights()
+    models = {"one": one, "other": other, "kept": one, "later": other}
+    await engine.update_named_weights(from_disk(one, "one"))
+    for version, keeps in (("other", False), ("kept", True)):
+        await engine.generate(prompt, _BOTH)
+        await engine.update_named_weights(from_disk(models[version], version, keep_prefix_cache=keeps))
+        for _ in range(2):
+            (completion,) = (await engine.generate(prompt, _BOTH)).completions
+            _check_whole(bench, completion, models)
+    if not bench.claims(Capability.PAUSE_RETRACT) or not bench.claims(Capability.WEIGHT_UPDATE_IN_FLIGHT_RETRACT):
+        return
+    update = partial(engine.update_named_weights, from_disk(other, "later", mode=PauseMode.RETRACT))
+    _check_whole(bench, await _interrupted(bench, prompt, update), models)
+
+
+def _check_whole(bench: Bench, completion: Completion, models: Mapping[str, Path] | None = None) -> None:
+    """Check the experts of the prompt and of the output.
+
+    Args:
+        bench: The case's bench.
+        completion: A completion with both.
+        models: Folders of the weights, by their version; None if all are those of the bench's model.
+    """
+    folders = [None if models is None else models[span.version] for span in completion.weight_versions]
+    _check_prompt(bench, completion, folders[0])
+    ids, first, own = (
+        [*completion.prompt_token_ids, *completion.token_ids],
+        len(completion.prompt_token_ids) - 1,
+        _experts(completion),
+    )
+    assert len(own) == len(completion.token_ids), f"{len(own)} of {len(completion.token_ids)} tokens have experts"
+    for span, folder in zip(completion.weight_versions, folders, strict=True):
+        ranked = _router_logprobs(bench, ids, folder)[first:]
+        _check_choices(bench, ranked[span.start : span.end], own[span.start : span.end])
+
+
+def _check_prompt(bench: Bench, completion: Completion, model: Path | None = None) -> NDArray[np.int64]:
+    """Check that each prompt token has the experts that the model's router ranks first; return them."""
+    found, prompt = completion.prompt_routed_experts, completion.prompt_token_ids
+    assert found is not None, "the prompt's experts are missing"
+    assert len(found) == len(prompt), f"{len(found)} of {len(prompt)} prompt tokens have experts"
+    own = found.to_numpy().astype(np.int64)
+    _check_choices(bench, _router_logprobs(bench, prompt, model), own)
+    return own
 
 
 def _check_choices(bench: Bench, ranked: NDArray[np.float64], chosen: NDArray[np.int64]) -> None:
@@ -203,13 +313,13 @@ def _experts(completion: Completion) -> NDArray[np.int64]:
     return completion.routed_experts.to_numpy().astype(np.int64)
 
 
-def _router_logprobs(bench: Bench, token_ids: Sequence[int]) -> NDArray[np.float64]:
-    """Return the router's logprobs, shape (tokens, MoE layers, experts)."""
+def _router_logprobs(bench: Bench, token_ids: Sequence[int], folder: Path | None = None) -> NDArray[np.float64]:
+    """Return the logprobs of a model's router, by default the bench's; shape (tokens, MoE layers, experts)."""
     import torch
     from transformers import AutoModelForCausalLM
 
     with no_progress_bars():
-        model = AutoModelForCausalLM.from_pretrained(bench.model, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(folder or bench.model, dtype=torch.float32)
     with torch.no_grad():
         output = model(input_ids=torch.tensor([list(token_ids)]), output_router_logits=True, use_cache=False)
     layers = torch.stack([layer.reshape(len(token_ids), -1) for layer in output.router_logits], dim=1)

@@ -193,6 +193,41 @@ class gives_no_experts_of_a_cached_prefix(SoundBackend):
         return dataclasses.replace(result, prompt_routed_experts=experts and experts[cached:])
 
 
+_WHOLE = "hidden_states/experts_of_the_prompt_are_whole_however_it_is_read"
+
+
+@result_mutant(_WHOLE, says="was routed in layer")
+def gives_the_last_chunks_experts_to_the_first(request: GenerateRequest, result: GenerateResult) -> GenerateResult:
+    """The record of a prompt's experts has room for one chunk of it."""
+    experts, room = result.prompt_routed_experts, 128
+    if experts is None or len(experts) <= room:
+        return result
+    return dataclasses.replace(result, prompt_routed_experts=experts[-room:] + experts[room:])
+
+
+@result_mutant(_WHOLE, says="tokens have experts")
+def loses_the_experts_of_aborted_requests(request: GenerateRequest, result: GenerateResult) -> GenerateResult:
+    """A request's experts are read when it ends by itself."""
+    is_lost = result.finish_reason is FinishReason.ABORT and result.routed_experts is not None
+    return dataclasses.replace(result, routed_experts=RoutedExperts()) if is_lost else result
+
+
+@mutant("hidden_states/experts_are_those_of_the_weights_that_chose_them", says="was routed in layer")
+class gives_the_experts_that_older_weights_chose(SoundBackend):
+    """A prompt's experts are kept by its ids, whatever the weights."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._kept: dict[tuple[int, ...], RoutedExperts] = {}
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        result, prompt = await super().generate(request), tuple(request.prompt_token_ids)
+        if result.prompt_routed_experts is None:
+            return result
+        first = self._kept.setdefault(prompt, result.prompt_routed_experts)
+        return dataclasses.replace(result, prompt_routed_experts=first)
+
+
 @mutant("abort/ids_that_are_not_running_are_passed_over", says="claims abort, and refuses it")
 class claims_abort_and_refuses_it(SoundBackend):
     """It claims to abort requests, and its primitive was never written."""

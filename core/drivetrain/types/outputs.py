@@ -118,7 +118,8 @@ class Completion(_TextLater):
     """Experts chosen in the forward pass that sampled each token; None when not asked for. The first token's are those
     of the prompt's last token."""
     prompt_routed_experts: RoutedExperts | None = None
-    """Experts of each prompt token; None when not asked for, or aborted before the prompt was read."""
+    """Experts of each prompt token, cached ones included, chosen when the first token was drawn: a retraction does not
+    change them. None when not asked for, or aborted before the prompt was read."""
     sampling_mask: SamplingMask | None = None
     """Ids that each token was drawn from, one position per token; None when not asked for."""
     scores: TokenScores | None = None

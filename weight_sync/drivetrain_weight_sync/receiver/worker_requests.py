@@ -217,6 +217,14 @@ class WorkerRequests(Backend, Generic[S]):
         """Prefix-cache key of new requests, used beside their tokens."""
         return f"drivetrain-{self._cache_epoch}"
 
+    def cache_key_of(self, request: GenerateRequest) -> str:
+        """Return the key of a request's prefixes; if its prompt's experts are asked for, none of other weights match.
+
+        An update that keeps the prefix cache keeps the experts of its tokens too.
+        """
+        prompt_experts = request.params.return_prompt_routed_experts
+        return f"{self.cache_key}-{self.version}" if prompt_experts else self.cache_key
+
     def renew_cache_key(self) -> None:
         """Let new requests use no earlier prefix."""
         self._cache_epoch += 1

@@ -29,10 +29,18 @@ def activate() -> None:
     """Register the sampler and the hooks, in engines that drivetrain started."""
     if SOCKET_VARIABLE not in os.environ:
         return
-    from drivetrain_sglang.in_engine import failed_requests, multimodal_hooks, prompt_scores, sampler, scheduler_calls
+    from drivetrain_sglang.in_engine import (
+        expert_records,
+        failed_requests,
+        multimodal_hooks,
+        prompt_scores,
+        sampler,
+        scheduler_calls,
+    )
 
     sampler.register()
     failed_requests.register()
     prompt_scores.register()
+    expert_records.register()
     scheduler_calls.register()
     multimodal_hooks.register()

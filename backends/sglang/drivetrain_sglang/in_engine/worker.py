@@ -24,7 +24,9 @@ from drivetrain.types.weights import (
     WeightReply,
 )
 from drivetrain_sglang.in_engine.adapters import load_held
+from drivetrain_sglang.in_engine.expert_records import collect, layers_with_experts
 from drivetrain_sglang.in_engine.multimodal_hooks import forget_embeddings
+from drivetrain_sglang.in_engine.request_cache import of_request
 from drivetrain_weight_sync.receiver.checkpoint_manifest import checkpoint_of, eos_of_checkpoint
 from drivetrain_weight_sync.receiver.cpu_sleep import HostMemory
 from drivetrain_weight_sync.receiver.rank_weights import RankWeights
@@ -165,6 +167,10 @@ class Worker(RankWeights):
             found.add(scheduler.chunked_req)
         return found
 
+    def expert_layers(self) -> list[int]:
+        """Return the numbers of the layers whose experts SGLang records."""
+        return layers_with_experts(self.model)
+
     # Pausing -----------------------------------------------------------------------------------------------------
 
     @property
@@ -216,14 +222,14 @@ class Worker(RankWeights):
                 if not req.output_ids:
                     return False
                 scheduler.waiting_queue.remove(req)
-                self._finish(req)
+                self._finish(req, holds_cache=False)
                 return True
         if not self.is_paused:
             return False
         frozen = next((req for req in self._in_batch() if req.rid == rid and not req.finished()), None)
         if frozen is None:
             return False
-        self._finish(frozen)
+        self._finish(frozen, holds_cache=True)
         self._release(frozen)
         if scheduler.chunked_req is frozen:
             scheduler.chunked_req = None
@@ -232,10 +238,11 @@ class Worker(RankWeights):
                 batch.filter_batch()
         return True
 
-    def _finish(self, req: Req) -> None:
+    def _finish(self, req: Req, *, holds_cache: bool) -> None:
         from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
         req.finished_reason = FINISH_ABORT()
+        collect(req, self._scheduler.req_to_token_pool.req_to_token if holds_cache else None)
         self._scheduler.output_streamer.stream_output([req], req.return_logprob)
 
     def _release(self, req: Req) -> None:
@@ -312,7 +319,7 @@ class Worker(RankWeights):
         with scheduler.forward_stream_ctx if scheduler.enable_overlap else nullcontext():
             if scheduler.enable_overlap:
                 scheduler.forward_stream.wait_stream(scheduler.schedule_stream)
-            own = [table[_of(req, "req_pool_idx"), slice(*_own_span(req))] for req in reqs]
+            own = [table[of_request(req, "req_pool_idx"), slice(*_own_span(req))] for req in reqs]
             slots = torch.cat(own).long()
             for tensor in self._kv_of_tokens():
                 if len(tensor) > scheduler.token_to_kv_pool_allocator.size:
@@ -361,12 +368,7 @@ def _nothing(*_: object, **__: object) -> None:
 
 def _own_span(req: Req) -> tuple[int, int]:
     """Return the range of tokens whose cache belongs to the request and not to the prefix cache."""
-    return _of(req, "cache_protected_len"), _of(req, "kv_allocated_len")
-
-
-def _of(req: Req, name: str) -> int:
-    # An attribute of the request or of its ``kv``, depending on the release.
-    return int(getattr(req if hasattr(req, name) else req.kv, name))
+    return of_request(req, "cache_protected_len"), of_request(req, "kv_allocated_len")
 
 
 def kv_tensors(cache: Any) -> list[torch.Tensor]:

@@ -30,6 +30,7 @@ def activate() -> None:
     if SOCKET_VARIABLE not in os.environ:
         return
     from drivetrain_vllm.in_engine import (
+        expert_records,
         failed_requests,
         prompt_scores,
         sampler,
@@ -42,5 +43,6 @@ def activate() -> None:
     failed_requests.register()
     prompt_scores.register()
     sampling_masks.register()
+    expert_records.register()
     scheduler_calls.register()
     weight_layouts.register()

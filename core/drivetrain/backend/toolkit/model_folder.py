@@ -90,6 +90,11 @@ def experts_of(levels: Iterable[Mapping[str, object]]) -> str:
     return ""
 
 
+def has_experts(config: EngineConfig) -> bool:
+    """Return whether the model is a mixture of experts, by its ``config.json``."""
+    return bool(experts_of(levels_in(model_file(config, "config.json"))))
+
+
 def require_dense_for_adapters(config: EngineConfig, levels: Iterable[Mapping[str, object]], engine: str) -> None:
     """Raise :class:`InvalidConfig` if adapters are enabled for a mixture of experts.
 
@@ -150,6 +155,7 @@ __all__ = [
     "check_model_folder",
     "config_levels",
     "experts_of",
+    "has_experts",
     "levels_in",
     "model_file",
     "require_dense_for_adapters",
