@@ -74,7 +74,6 @@ _MEMORY_SAVERS: Final = frozenset({Capability.SLEEP_WEIGHTS, Capability.SLEEP_KV
 _OF_PLAIN_WEIGHTS: Final = frozenset({Capability.READ_WEIGHTS, Capability.SAVE_SHARDED, Capability.SAVE_REMOTE})
 """Capabilities that need unquantised weights: of quantised ones, the engine keeps no checkpoint copy."""
 
-
 _LOOK_S: Final = 0.2
 """Interval at which the engine core is checked."""
 _LONGEST_SOCKET_FOLDER: Final = 60
