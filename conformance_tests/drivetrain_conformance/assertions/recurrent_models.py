@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Final
 
 from drivetrain.engine.engine import InferenceEngine
+from drivetrain.engine.states import EngineState
 from drivetrain.errors import EngineStartError, InvalidConfig, InvalidRequest, UnsupportedCapability
 from drivetrain.testing import tiny_model
 from drivetrain.types.capability import Capability
-from drivetrain.types.modes import PauseMode
+from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain.types.outputs import Completion
 from drivetrain.types.sampling import LogprobsMode, SamplingParams
 from drivetrain_conformance.assertions.same_answers import check_greedy
@@ -45,6 +46,7 @@ async def check_recurrent_model(bench: Bench, architecture: str) -> None:
         await _check_freezes(bench, engine, model)
         if engine.supports(Capability.LORA):
             await _check_adapters(bench, engine, model)
+        await _check_sleeps(bench, engine, model)
         if engine.supports(Capability.WEIGHTS_DISK):
             await _check_an_update(bench, engine, model)
 
@@ -113,6 +115,27 @@ async def _check_adapters(bench: Bench, engine: InferenceEngine, model: Path) ->
         output = await engine.generate(prompts, _params(engine, 12), lora=name)
         _check(bench, output.completions, engine, expected)
     await engine.unload_lora_adapter("a")
+
+
+async def _check_sleeps(bench: Bench, engine: InferenceEngine, model: Path) -> None:
+    """Check answers after the caches, the weights and both have slept; no slept cache knows a prompt."""
+    tags = [MemoryTag.KV_CACHE] if engine.supports(Capability.SLEEP_KV_CACHE) else []
+    turns = [tags] if tags else []
+    if engine.supports(Capability.SLEEP_WEIGHTS) and engine.supports(Capability.WEIGHTS_DISK):
+        turns += [[MemoryTag.WEIGHTS], [MemoryTag.WEIGHTS, *tags]]
+    prompts = [bench.prompt(length, engine) for length in (31, 7)]
+    for asleep in turns:
+        await _answers(engine, prompts, 12)
+        await engine.sleep(asleep)
+        await engine.wake_up()
+        if engine.state is EngineState.DIRTY:  # weights that were not kept
+            await engine.load_weights_from_disk(str(model), engine.get_weight_version())
+        again = await _answers(engine, prompts, 12)
+        _check(bench, again, engine, model)
+        cached = [one.cached_tokens for one in again]
+        assert MemoryTag.KV_CACHE not in asleep or not any(cached), (
+            f"after a sleep of the KV cache, {cached} tokens of prompts were found in the prefix cache"
+        )
 
 
 async def _check_an_update(bench: Bench, engine: InferenceEngine, model: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from drivetrain.backend.base import GenerateRequest, GenerateResult
 from drivetrain.types.config import EngineConfig
+from drivetrain.types.modes import MemoryTag
 from drivetrain_conformance.mutants.registry import mutant
 from drivetrain_conformance.mutants.spoil import KnowingRequests, SoundBackend
 
@@ -64,6 +65,24 @@ class rounds_states_between_steps(SoundBackend):
         if not _is_recurrent(self.config) or result.logprobs is None:
             return result
         return dataclasses.replace(result, logprobs=[value - 2e-3 for value in result.logprobs])
+
+
+@mutant("generate/qwen3_next_is_right_or_refused", says="nats below")
+class wakes_with_states_of_other_rows(SoundBackend):
+    """The first row after a sleep begins with the state that another one left."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._slept = False
+
+    async def sleep(self, tags: frozenset[MemoryTag]) -> None:
+        self._slept = True
+        await super().sleep(tags)
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        slept, self._slept = self._slept, False
+        result = await super().generate(request)
+        return _derailed(result, 0) if slept and _is_recurrent(self.config) else result
 
 
 class _KeepingPrompts(SoundBackend):
