@@ -85,7 +85,8 @@ async def test_a_batch_is_a_list_prompt_by_prompt(client: httpx.AsyncClient, eng
 
 async def test_each_prompt_has_its_own_parameters(client: httpx.AsyncClient) -> None:
     bodies = await answer(
-        client, input_ids=PROMPTS, sampling_params=[{"max_new_tokens": 3}, {"max_new_tokens": 5}], rid=["a", "b"],
+        client, input_ids=PROMPTS, rid=["a", "b"],
+        sampling_params=[{"max_new_tokens": count, "ignore_eos": True} for count in (3, 5)],
         return_logprob=[True, False], return_text_in_logprobs=True,
     )  # fmt: skip
     assert [len(one["output_ids"]) for one in bodies] == [3, 5]
