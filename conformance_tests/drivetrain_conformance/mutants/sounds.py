@@ -120,7 +120,7 @@ def _rewritten(medium: MediaInput, change: Callable[[bytes], bytes], rate: int |
         return medium
     file = io.BytesIO()
     with wave.open(io.BytesIO(medium.data)) as read, wave.open(file, "wb") as written:
-        params = read.getparams()
-        written.setparams(params if rate is None else params._replace(framerate=rate))
-        written.writeframes(change(read.readframes(params.nframes)))
+        written.setparams(read.getparams())
+        written.setframerate(rate or read.getframerate())
+        written.writeframes(change(read.readframes(read.getnframes())))
     return AudioInput(data=file.getvalue())
