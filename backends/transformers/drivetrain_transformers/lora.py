@@ -196,9 +196,12 @@ class Adapters:
         """Find the layers that peft has wrapped, and remember them."""
         from peft.tuners.lora import LoraLayer
 
-        found = {name: layer for name, layer in self._module.named_modules() if isinstance(layer, LoraLayer)}
-        self._wrapped = dict(found)
-        return list(found.values())
+        self._wrapped, found = {}, list[LoraLayer]()
+        for name, layer in self._module.named_modules():
+            if isinstance(layer, LoraLayer):
+                self._wrapped[name] = self._module.get_submodule(name)
+                found.append(layer)
+        return found
 
     def _unwrap(self, names: Iterable[str]) -> None:
         """Restore layers that peft wrapped."""
