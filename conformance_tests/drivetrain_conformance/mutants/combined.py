@@ -450,7 +450,7 @@ class forbids_eos_though_it_is_ignored(KnowingEos):
         return await super().generate(dataclasses.replace(request, params=params))
 
 
-@result_mutant("histories/random_requests_are_honoured", says="an alternative of token")
+@result_mutant("logprob/top_logprobs_after_temperature", says="expected logprobs")
 def counts_the_drawn_token_among_the_alternatives(request: GenerateRequest, result: GenerateResult) -> GenerateResult:
     """With a repetition penalty, an unlikely token that was drawn takes the place of the last alternative."""
     if request.params.repetition_penalty == 1 or not result.top_logprobs or result.logprobs is None:
