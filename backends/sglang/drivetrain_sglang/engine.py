@@ -118,15 +118,16 @@ class SGLangBackend(WorkerBackend[Collected]):
             claimed.add(Capability.SAMPLING_MASK)
         if config.engine_kwargs.get("enable_return_hidden_states"):
             claimed.add(Capability.HIDDEN_STATES)
+        is_on_cpu = device_type_of(config) == "cpu"
         if config.engine_kwargs.get(ROUTED_EXPERTS) and config.task is Task.GENERATE and has_experts(config):
             claimed.add(Capability.ROUTED_EXPERTS)
-            if device_type_of(config) == "cpu":
+            if is_on_cpu:
                 claimed.add(Capability.PROMPT_ROUTED_EXPERTS)  # not run on a GPU yet
-        if device_type_of(config) == "cpu" and carries_scores():
+        if is_on_cpu and carries_scores():
             claimed.add(Capability.SCORE_AT)  # on a GPU, a graph may hold the logits' computation
-        if device_type_of(config) == "cpu":
+        if is_on_cpu:
             claimed |= audio_capabilities(config)  # not run on a GPU yet
-        if device_type_of(config) != "cpu":
+        else:
             claimed |= _of_a_gpu(config)
             if not config.enable_sleep or importlib.util.find_spec("torch_memory_saver") is None:
                 claimed -= _MEMORY_SAVERS

@@ -20,6 +20,7 @@ from drivetrain.backend.toolkit.translation import (
     no_token_allowed,
     non_finite_logits,
     spreads_experts,
+    wants_experts,
     with_engine_kwargs,
 )
 from drivetrain.errors import DrivetrainError, EngineInternalError
@@ -27,7 +28,7 @@ from drivetrain.media.qwen_vision import ENGINE_BOUNDS, ENGINE_FETCHES, ENGINE_P
 from drivetrain.types.config import EngineConfig, Task
 from drivetrain.types.outputs import FinishReason, TopLogprobs
 from drivetrain.types.routed_experts import RoutedExperts
-from drivetrain.types.sampling import EbnfGrammar, JsonSchema, LogprobsMode, RegexGrammar, SamplingParams
+from drivetrain.types.sampling import EbnfGrammar, JsonSchema, LogprobsMode, RegexGrammar
 from drivetrain.types.token_scores import TokenScores
 from drivetrain_sampling.encoded_params import encode_params
 from drivetrain_sampling.packed_masks import joined
@@ -347,11 +348,6 @@ def request_fields(
     if audio_data:
         fields["audio_data"] = list(audio_data)
     return fields
-
-
-def wants_experts(params: SamplingParams) -> bool:
-    """Return whether a request asks for the experts of any token."""
-    return params.return_routed_experts or params.return_prompt_routed_experts
 
 
 def _first_with_experts(request: GenerateRequest) -> int:

@@ -107,7 +107,6 @@ class Adapters:
                 _fill(self._wrapped[module], slot.name, own)
         except BaseException as error:
             self._remove(slot.name)
-            self._find_wrapped()
             self._unwrap(set(self._wrapped) - wrapped)
             if not isinstance(error, _OF_PEFT):
                 raise

@@ -8,13 +8,14 @@ from functools import partial
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
+from drivetrain.backend.toolkit.translation import wants_experts
 from drivetrain_sampling import top_logprobs
 from drivetrain_transformers.kv_cache import RowCache, row_cache
 from drivetrain_transformers.model import LoadedModel
 from drivetrain_transformers.prefix_cache import PrefixCache
 from drivetrain_transformers.recurrent_states import concatenated, put_states
 from drivetrain_transformers.scoring import positions_of, score
-from drivetrain_transformers.sequences import Sequence, wants_experts
+from drivetrain_transformers.sequences import Sequence
 
 
 @dataclass(slots=True)

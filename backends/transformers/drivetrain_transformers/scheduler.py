@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from drivetrain.backend.base import GenerateRequest, GenerateResult, TokenDelta
-from drivetrain.backend.toolkit.translation import no_token_allowed, non_finite_logits
+from drivetrain.backend.toolkit.translation import no_token_allowed, non_finite_logits, wants_experts
 from drivetrain.errors import DrivetrainError, EngineOutOfMemory, UnsupportedCapability
 from drivetrain.text.stops import StopMatcher
 from drivetrain.text.tokenizer import Tokenizer
@@ -27,7 +27,7 @@ from drivetrain_transformers.kv_cache import RunningCache
 from drivetrain_transformers.model import LoadedModel
 from drivetrain_transformers.prefill import Prefill
 from drivetrain_transformers.prefix_cache import PrefixCache
-from drivetrain_transformers.sequences import Sequence, Sink, wants_experts
+from drivetrain_transformers.sequences import Sequence, Sink
 
 if TYPE_CHECKING:
     from drivetrain_transformers.grammars import CompiledGrammar, GrammarMask

@@ -13,7 +13,6 @@ from drivetrain.errors import DrivetrainError
 from drivetrain.text.stops import StopMatcher
 from drivetrain.types.outputs import FinishReason, ReleasedText, TopLogprobs, VersionSpan
 from drivetrain.types.routed_experts import RoutedExperts
-from drivetrain.types.sampling import SamplingParams
 from drivetrain.types.token_scores import TokenScores
 from drivetrain_sampling import Row
 from drivetrain_sampling.packed_masks import joined
@@ -24,11 +23,6 @@ if TYPE_CHECKING:
 
 Sink = Callable[[GenerateResult | TokenDelta | DrivetrainError], None]
 """Receives a sequence's result or error, and its deltas if it is streamed. Called in the scheduler's thread."""
-
-
-def wants_experts(params: SamplingParams) -> bool:
-    """Return whether the experts of the prompt or of the tokens are asked for."""
-    return params.return_routed_experts or params.return_prompt_routed_experts
 
 
 @dataclass(slots=True, eq=False)

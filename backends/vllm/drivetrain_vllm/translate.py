@@ -16,6 +16,7 @@ from drivetrain.backend.toolkit.translation import (
     no_token_allowed,
     non_finite_logits,
     spreads_experts,
+    wants_experts,
     with_engine_kwargs,
 )
 from drivetrain.errors import EngineInternalError, InvalidConfig, InvalidRequest
@@ -24,7 +25,6 @@ from drivetrain.types.config import EngineConfig, Task
 from drivetrain.types.outputs import FinishReason, TopLogprobs
 from drivetrain.types.routed_experts import RoutedExperts
 from drivetrain.types.sampling import EbnfGrammar, JsonSchema, LogprobsMode, RegexGrammar
-from drivetrain.types.sampling import SamplingParams as Params
 from drivetrain.types.token_scores import TokenScores
 from drivetrain_sampling import NO_TOKEN, NOT_FINITE
 from drivetrain_sampling.encoded_params import encode_params
@@ -260,11 +260,6 @@ def drawn_by_vllm(request: GenerateRequest, *, deterministic: bool = False) -> b
     temperature = request.params.temperature
     honours_temperature = temperature == 0 or _TEMPERATURES[0] <= temperature <= _TEMPERATURES[1]
     return not deterministic and honours_temperature and is_plain(request, LogprobsMode.RAW)
-
-
-def wants_experts(params: Params) -> bool:
-    """Return whether a request asks for the experts of any token."""
-    return params.return_routed_experts or params.return_prompt_routed_experts
 
 
 def may_use_xgrammar(config: EngineConfig) -> bool:

@@ -121,7 +121,7 @@ async def what_is_no_image_is_refused(bench: Bench) -> None:
     missing = str(bench.folder("images") / "missing.png")
     os.mkfifo(fifo := bench.folder("fifos") / "fifo.png")
     good, nothing = _png(_black), base64.b64encode(b"nothing").decode()
-    for broken in (
+    broken = (
         ImageInput(path=str(fifo)),
         ImageInput(data=_png_header(50_000, 50_000)),
         ImageInput(data=_eps()),
@@ -132,16 +132,12 @@ async def what_is_no_image_is_refused(bench: Bench) -> None:
         ImageInput(url=f"data:image/png;base64,{nothing}"),
         ImageInput(url=Path(missing).as_uri()),
         ImageInput(url="http://127.0.0.1:1/image.png"),
-    ):
-        with refused(InvalidRequest, field="prompts"):
-            await bench.engine.generate([_chat("image", []), _chat("image", [broken])], _GREEDY)
-        assert (await bench.engine.stats()).running == 0
+    )
     padded = bench.folder("images") / "padded.png"
     padded.write_bytes(good + bytes(_BOUNDS["max_bytes"]))
     wide = _png(_black, 260, 260)
-    for large, bound in ((ImageInput(path=str(padded)), "max_bytes"), (ImageInput(data=wide), "max_pixels")):
-        with refused(InvalidRequest, field="prompts", naming=bound):
-            await bench.engine.generate(_chat("image", [large]), _GREEDY)
+    large = ((ImageInput(path=str(padded)), "max_bytes"), (ImageInput(data=wide), "max_pixels"))
+    await _check_refused(bench, "image", broken, large)
     assert await _answers(bench, "image", ImageInput(data=good))
     there = bench.folder("images") / "there.png"
     there.write_bytes(good)
@@ -457,7 +453,7 @@ async def what_is_no_video_is_refused(bench: Bench) -> None:
     """A video that is broken, too large or missing is refused as a mistake in the request, with its whole batch."""
     missing = str(bench.folder("videos") / "missing.avi")
     good = _Video(_MOVING).file
-    for broken in (
+    broken = (
         VideoInput(data=b"this is no video"),
         VideoInput(data=b""),
         VideoInput(data=good[:300]),
@@ -467,17 +463,13 @@ async def what_is_no_video_is_refused(bench: Bench) -> None:
         VideoInput(data=f"#EXTM3U\n#EXTINF:2,\n{Path(missing).as_uri()}\n#EXT-X-ENDLIST\n".encode()),
         VideoInput(path=missing),
         VideoInput(url="http://127.0.0.1:1/video.avi"),
-    ):
-        with refused(InvalidRequest, field="prompts"):
-            await bench.engine.generate([_chat("video", []), _chat("video", [broken])], _GREEDY)
-        assert (await bench.engine.stats()).running == 0
-    for large, bound in (
-        (good + bytes(_BOUNDS["max_bytes"]), "max_bytes"),
-        (_Video((_black,) * 24, 2).file, "max_video_seconds"),
-        (_Video((_black,) * 70, 25).file, "max_video_pixels"),
-    ):
-        with refused(InvalidRequest, field="prompts", naming=bound):
-            await bench.engine.generate(_chat("video", [VideoInput(data=large)]), _GREEDY)
+    )
+    large = (
+        (VideoInput(data=good + bytes(_BOUNDS["max_bytes"])), "max_bytes"),
+        (VideoInput(data=_Video((_black,) * 24, 2).file), "max_video_seconds"),
+        (VideoInput(data=_Video((_black,) * 70, 25).file), "max_video_pixels"),
+    )
+    await _check_refused(bench, "video", broken, large)
     assert await _answers(bench, "video", VideoInput(data=good))
 
 
@@ -633,7 +625,7 @@ async def what_is_no_sound_is_refused(bench: Bench) -> None:
     """A sound that is broken, too large or missing is refused as a mistake in the request, with its whole batch."""
     missing = str(bench.folder("sounds") / "missing.wav")
     good = _noise(1).file
-    for broken in (
+    broken = (
         AudioInput(data=b"this is no sound"),
         AudioInput(data=b""),
         AudioInput(data=good[:44]),
@@ -643,17 +635,13 @@ async def what_is_no_sound_is_refused(bench: Bench) -> None:
         AudioInput(data=f"#EXTM3U\n#EXTINF:2,\n{Path(missing).as_uri()}\n#EXT-X-ENDLIST\n".encode()),
         AudioInput(path=missing),
         AudioInput(url="http://127.0.0.1:1/sound.wav"),
-    ):
-        with refused(InvalidRequest, field="prompts"):
-            await bench.engine.generate([_chat("audio", []), _chat("audio", [broken])], _GREEDY)
-        assert (await bench.engine.stats()).running == 0
-    for large, bound in (
-        (good + bytes(_BOUNDS["max_bytes"]), "max_bytes"),
-        (_noise(1, 2.1).file, "max_audio_seconds"),
-        (_noise(1, 1.0, 48_000).file, "max_audio_samples"),
-    ):
-        with refused(InvalidRequest, field="prompts", naming=bound):
-            await bench.engine.generate(_chat("audio", [AudioInput(data=large)]), _GREEDY)
+    )
+    large = (
+        (AudioInput(data=good + bytes(_BOUNDS["max_bytes"])), "max_bytes"),
+        (AudioInput(data=_noise(1, 2.1).file), "max_audio_seconds"),
+        (AudioInput(data=_noise(1, 1.0, 48_000).file), "max_audio_samples"),
+    )
+    await _check_refused(bench, "audio", broken, large)
     assert await _answers(bench, "audio", AudioInput(data=good))
 
 
@@ -1077,6 +1065,19 @@ def _served(
         finally:
             server.shutdown()
             thread.join()
+
+
+async def _check_refused(
+    bench: Bench, kind: str, broken: Sequence[MediaInput], large: Sequence[tuple[MediaInput, str]]
+) -> None:
+    """Raise unless broken media are refused with their batch, and large ones by the name of the bound they exceed."""
+    for one in broken:
+        with refused(InvalidRequest, field="prompts"):
+            await bench.engine.generate([_chat(kind, []), _chat(kind, [one])], _GREEDY)
+        assert (await bench.engine.stats()).running == 0
+    for one, bound in large:
+        with refused(InvalidRequest, field="prompts", naming=bound):
+            await bench.engine.generate(_chat(kind, [one]), _GREEDY)
 
 
 def _chat(kind: str, media: Sequence[MediaInput]) -> ChatPrompt:

@@ -16,7 +16,14 @@ from drivetrain.types.config import EngineConfig, MediaLimits
 from drivetrain.types.outputs import Completion
 from drivetrain.types.prompts import ImageInput, MediaInput
 from drivetrain_conformance.mutants.registry import mutant
-from drivetrain_conformance.mutants.spoil import SoundBackend, completions_mutant, config_mutant, request_mutant
+from drivetrain_conformance.mutants.spoil import (
+    KnowingMedia,
+    MixingMedia,
+    SoundBackend,
+    completions_mutant,
+    config_mutant,
+    request_mutant,
+)
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -27,33 +34,13 @@ _BELOW: Final = "nats below the most likely"
 
 
 @mutant("multimodal/images_stay_with_their_prompts", says="is answered otherwise in a batch than alone")
-class sees_the_images_of_another_row(SoundBackend):
+class sees_the_images_of_another_row(MixingMedia):
     """Each request sees the images of the first one in flight that has as many."""
-
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._in_flight: list[GenerateRequest] = []
-
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
-        alike = [other.media for other in self._in_flight if len(other.media) == len(request.media)]
-        self._in_flight.append(request)
-        try:
-            return await super().generate(dataclasses.replace(request, media=[*alike, request.media][0]))
-        finally:
-            self._in_flight.remove(request)
 
 
 @mutant("multimodal/a_cached_image_is_no_other", says=_BELOW)
-class knows_images_by_their_ids(SoundBackend):
+class knows_images_by_their_ids(KnowingMedia):
     """A prompt whose ids were seen before is answered with the images that it had then."""
-
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._seen: dict[tuple[int, ...], tuple[MediaInput, ...]] = {}
-
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
-        media = self._seen.setdefault(tuple(request.prompt_token_ids), request.media)
-        return await super().generate(dataclasses.replace(request, media=media))
 
 
 @mutant("multimodal/new_weights_see_an_image_anew", says=_BELOW)

@@ -151,6 +151,10 @@ class takes_an_empty_list_for_calls(InferenceEngine):
 class quotes_whole_values(InferenceEngine):
     """An error about a sampling param repeats the value, however long it is."""
 
+    def quoted(self, params: object, options: Mapping[str, object]) -> object:
+        """Return the argument that an error repeats."""
+        return params
+
     async def generate(
         self,
         prompts: PromptLike | Sequence[PromptLike],
@@ -160,7 +164,17 @@ class quotes_whole_values(InferenceEngine):
         try:
             return await super().generate(prompts, sampling_params, **options)
         except InvalidRequest as error:
-            raise InvalidRequest(f"{error}; given: {sampling_params}", field=error.field) from error
+            given = self.quoted(sampling_params, options)
+            raise InvalidRequest(f"{error}; given: {given}", field=error.field) from error
+
+
+@mutant("errors/an_error_quotes_a_long_value_in_part", says="characters of lora")
+class quotes_whole_names(quotes_whole_values):
+    """An error about an adapter repeats its name, however long it is."""
+
+    def quoted(self, params: object, options: Mapping[str, object]) -> object:
+        """Return the adapter's name."""
+        return options.get("lora")
 
 
 @mutant(
@@ -186,22 +200,6 @@ class quotes_the_options_with_which_it_does_not_start(InferenceEngine):
             await super().start(progress)
         except EngineStartError as error:
             raise EngineStartError(f"{error}; given: {self.config.engine_kwargs}") from error
-
-
-@mutant("errors/an_error_quotes_a_long_value_in_part", says="characters of lora")
-class quotes_whole_names(InferenceEngine):
-    """An error about an adapter repeats its name, however long it is."""
-
-    async def generate(
-        self,
-        prompts: PromptLike | Sequence[PromptLike],
-        sampling_params: ParamsLike | Sequence[ParamsLike] | None = None,
-        **options: Any,
-    ) -> GenerationOutput:
-        try:
-            return await super().generate(prompts, sampling_params, **options)
-        except InvalidRequest as error:
-            raise InvalidRequest(f"{error}; given: {options.get('lora')}", field=error.field) from error
 
 
 @mutant(

@@ -12,7 +12,7 @@ from drivetrain.backend.base import GenerateRequest, GenerateResult, ReadMedium
 from drivetrain.types.config import EngineConfig, MediaLimits
 from drivetrain.types.prompts import AudioInput, MediaInput
 from drivetrain_conformance.mutants.registry import mutant
-from drivetrain_conformance.mutants.spoil import SoundBackend, config_mutant, request_mutant
+from drivetrain_conformance.mutants.spoil import KnowingMedia, MixingMedia, SoundBackend, config_mutant, request_mutant
 
 _BELOW: Final = ("nats below the most likely", "from those of the model")
 _RATE: Final = 16_000
@@ -31,33 +31,17 @@ def hears_only_the_beginning(request: GenerateRequest) -> GenerateRequest:
 
 
 @mutant("multimodal/sounds_stay_with_their_prompts", says=_BELOW)
-class hears_the_sounds_of_another_row(SoundBackend):
+class hears_the_sounds_of_another_row(MixingMedia):
     """Each request hears the sounds of the first one in flight that has the same ids."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._in_flight: list[GenerateRequest] = []
-
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
-        alike = [other.media for other in self._in_flight if other.prompt_token_ids == request.prompt_token_ids]
-        self._in_flight.append(request)
-        try:
-            return await super().generate(dataclasses.replace(request, media=[*alike, request.media][0]))
-        finally:
-            self._in_flight.remove(request)
+    def is_like(self, request: GenerateRequest, other: GenerateRequest) -> bool:
+        """Return whether two prompts have the same ids."""
+        return request.prompt_token_ids == other.prompt_token_ids
 
 
 @mutant("multimodal/a_cached_sound_is_no_other", says=_BELOW)
-class knows_sounds_by_their_ids(SoundBackend):
+class knows_sounds_by_their_ids(KnowingMedia):
     """A prompt whose ids were seen before is answered with the sounds that it had then."""
-
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._heard: dict[tuple[int, ...], tuple[MediaInput, ...]] = {}
-
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
-        media = self._heard.setdefault(tuple(request.prompt_token_ids), request.media)
-        return await super().generate(dataclasses.replace(request, media=media))
 
 
 @mutant("multimodal/a_sound_of_another_rate_is_resampled", says="takes other tokens")

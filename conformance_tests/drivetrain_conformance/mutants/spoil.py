@@ -20,6 +20,7 @@ from drivetrain.types.capability import Capability
 from drivetrain.types.config import EngineConfig
 from drivetrain.types.modes import PauseMode
 from drivetrain.types.outputs import Completion, FinishReason, GenerationOutput, VersionSpan
+from drivetrain.types.prompts import MediaInput
 from drivetrain.types.sampling_mask import SamplingMask
 from drivetrain_conformance.mutants.registry import backend_mutants, engine_mutants, mixed
 
@@ -250,6 +251,38 @@ class KnowingRequests(SoundBackend):
             yield
         finally:
             self.flying.discard(request.request_id)
+
+
+class KnowingMedia(SoundBackend):
+    """Answers a prompt whose ids were seen before with the media that it had then."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._media_by_ids: dict[tuple[int, ...], tuple[MediaInput, ...]] = {}
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        media = self._media_by_ids.setdefault(tuple(request.prompt_token_ids), request.media)
+        return await super().generate(dataclasses.replace(request, media=media))
+
+
+class MixingMedia(SoundBackend):
+    """Answers a request with the media of the first one in flight that is like it."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._in_flight: list[GenerateRequest] = []
+
+    def is_like(self, request: GenerateRequest, other: GenerateRequest) -> bool:
+        """Return whether two requests have as many media."""
+        return len(request.media) == len(other.media)
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        alike = [other.media for other in self._in_flight if self.is_like(request, other)]
+        self._in_flight.append(request)
+        try:
+            return await super().generate(dataclasses.replace(request, media=[*alike, request.media][0]))
+        finally:
+            self._in_flight.remove(request)
 
 
 class KnowingEos(SoundBackend):

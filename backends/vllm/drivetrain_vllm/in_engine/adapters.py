@@ -61,7 +61,7 @@ def _require_layers(adapters: Any, layers: Iterable[str]) -> None:
     """Raise for layers that vLLM does not adapt. It refuses them in a folder's files, but skips them in memory.
 
     Args:
-        adapters: VLLM's ``LoRAModelManager``.
+        adapters: The ``LoRAModelManager``.
         layers: Names of the adapter's layers in vLLM's model.
     """
     packed = adapters.packed_modules_mapping

@@ -9,8 +9,8 @@ from typing import Final
 
 from drivetrain_conformance.routes.answers import Answer, Field
 from drivetrain_conformance.routes.case import route_case
-from drivetrain_conformance.routes.cases.sglang_control import TRIES, interrupted, paused
-from drivetrain_conformance.routes.cases.vllm_weights import PROMPT, TOKENS, long_prompt, require_spans
+from drivetrain_conformance.routes.cases.sglang_control import interrupted, paused
+from drivetrain_conformance.routes.cases.vllm_weights import PROMPT, TOKENS, long_prompt, require_both_versions
 from drivetrain_conformance.routes.sampled import Sampled
 from drivetrain_conformance.routes.target import Target
 
@@ -128,12 +128,7 @@ async def a_request_in_flight_tells_both_versions(target: Target) -> None:
             meta["finish_reason"]["type"].equals("length")
             return meta["weight_versions"], old
 
-    found, old = await spans()
-    for _ in range(TRIES - 1):
-        if len(found.entries()) > 1:  # otherwise it may have ended before the update
-            break
-        found, old = await spans()
-    require_spans(found, [old, "pushed-in-flight"], target.long)
+    await require_both_versions(spans, "pushed-in-flight", target.long)
 
 
 @route_case

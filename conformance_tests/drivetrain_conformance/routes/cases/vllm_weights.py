@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final
@@ -146,12 +146,23 @@ async def a_request_in_flight_tells_both_versions(target: Target) -> None:
             choices[-1]["finish_reason"].equals("length")
             return choices[-1]["weight_versions"], old
 
+    await require_both_versions(spans, "pushed-in-flight", target.long)
+
+
+async def require_both_versions(spans: Callable[[], Awaitable[tuple[Field, str]]], new: str, length: int) -> None:
+    """Require a span of the old version and one of the new, if need be in another try.
+
+    Args:
+        spans: Interrupts a request by an update, and returns its spans and the version from before.
+        new: The version of the update.
+        length: Tokens of the request.
+    """
     found, old = await spans()
     for _ in range(TRIES - 1):
         if len(found.entries()) > 1:  # otherwise it may have ended before the update
             break
         found, old = await spans()
-    require_spans(found, [old, "pushed-in-flight"], target.long)
+    require_spans(found, [old, new], length)
 
 
 def require_spans(found: Field, versions: list[str], length: int) -> None:

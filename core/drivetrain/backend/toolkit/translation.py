@@ -11,9 +11,14 @@ from drivetrain.backend.base import GenerateRequest
 from drivetrain.errors import InvalidConfig, InvalidRequest, NonFiniteLogits, NoTokenAllowed
 from drivetrain.types.config import EngineConfig
 from drivetrain.types.outputs import VersionSpan
-from drivetrain.types.sampling import LogprobsMode
+from drivetrain.types.sampling import LogprobsMode, SamplingParams
 
 _NONE: Final[Mapping[str, str]] = MappingProxyType({})
+
+
+def wants_experts(params: SamplingParams) -> bool:
+    """Return whether a request asks for the experts of any token."""
+    return params.return_routed_experts or params.return_prompt_routed_experts
 
 
 def with_engine_kwargs(
