@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from drivetrain_conformance.harness.suite import suite_of
 from drivetrain_conformance.harness.testbench import Bench, in_time
 from drivetrain_conformance.harness.verdict import Verdict
 
-QUICK = Profile("quick", examples=1, histories=1, steps=1, samples=16, cycles=1, case_timeout=3)
+QUICK = Profile("quick", examples=1, histories=1, steps=1, samples=16, cycles=1, case_timeout=60)
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +80,7 @@ def test_a_case_that_came_too_late_is_tried_again_with_longer_requests(runner: R
     lengths: list[int] = []
 
     async def body(bench: Bench) -> None:
+        bench.tokens_per_second = 0.0  # the lengths of any machine
         lengths.append(bench.long(100).max_new_tokens or 0)
         async with bench.in_flight([bench.prompt()], bench.long(100), request_ids=["late"]) as task:
             if bench.attempt < 2:
@@ -91,8 +93,7 @@ def test_a_case_that_came_too_late_is_tried_again_with_longer_requests(runner: R
 
     result = run(runner, body)
     assert result.verdict is Verdict.PASSED, result.judgement.message
-    assert len(lengths) == 3
-    assert lengths == sorted(set(lengths))
+    assert lengths[:3] == [100, 200, 400]
 
 
 def test_what_is_wrong_however_early_fails_as_itself(runner: Runner) -> None:
@@ -155,10 +156,12 @@ def test_a_body_that_hangs_fails_and_the_next_one_runs(runner: Runner) -> None:
     async def body(bench: Bench) -> None:
         await asyncio.get_running_loop().create_future()
 
-    result = run(runner, body)
-    assert result.verdict is Verdict.FAILED
-    assert "hangs" in result.judgement.message
-    test_a_body_that_ends_passes(runner)
+    with Runner(suite_of("transformers")(), profile=dataclasses.replace(QUICK, case_timeout=1)) as impatient:
+        result = run(impatient, body)
+        assert result.verdict is Verdict.FAILED
+        assert "hangs" in result.judgement.message
+        impatient.profile = QUICK
+        test_a_body_that_ends_passes(impatient)
 
 
 def test_a_body_that_leaves_the_engine_paused_fails_and_the_next_one_gets_a_ready_engine(runner: Runner) -> None:
@@ -206,7 +209,7 @@ def test_a_process_left_behind_fails(runner: Runner) -> None:
     result = run(runner, body, own_engine=True)
     assert result.verdict is Verdict.FAILED
     assert "left behind" in result.judgement.message
-    assert left[0].wait(5) != 0
+    assert left[0].wait(60) != 0
 
 
 @pytest.mark.parametrize(("gpus", "hardware"), [(0, Hardware.GPU), (1, Hardware.TWO_GPUS), (1, Hardware.TWO_RANKS)])
