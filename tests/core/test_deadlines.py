@@ -24,8 +24,8 @@ async def test_a_wait_that_is_too_long_ends() -> None:
     began = time.monotonic()
     with pytest.raises(DeadlineExceeded, match=r"waited 0\.1 s for a result"):
         async with deadline(0.1, "a result"):
-            await asyncio.sleep(60)
-    assert time.monotonic() - began < 5
+            await asyncio.sleep(600)
+    assert time.monotonic() - began < 60
 
 
 async def test_no_deadline_at_all() -> None:

@@ -92,7 +92,7 @@ class FakeBackend(Backend):
     @classmethod
     def capabilities(cls, config: EngineConfig) -> frozenset[Capability]:
         if config.engine_kwargs.get("trouble") == "slow probe":
-            time.sleep(60)
+            time.sleep(600)
         return frozenset({Capability.STREAMING, Capability.SEED} if config.seed is None else {Capability.STREAMING})
 
     @classmethod

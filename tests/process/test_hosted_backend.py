@@ -254,7 +254,7 @@ async def test_an_engine_that_does_not_close_is_killed_at_the_deadline(make: Mak
     await backend.start(print)
     began = time.monotonic()
     await backend.close()
-    assert 0.5 <= time.monotonic() - began < 2.5
+    assert 0.5 <= time.monotonic() - began < 60, "it hangs for ten minutes"
 
 
 async def test_an_error_of_the_engines_close_is_told_and_the_host_is_gone_all_the_same(make: Make) -> None:

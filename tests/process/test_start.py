@@ -118,7 +118,7 @@ async def test_a_start_that_takes_too_long_is_ended_at_the_deadline(make: Make) 
     began = time.monotonic()
     with pytest.raises(DeadlineExceeded, match=r"waited 1.5 s for the fake engine to start"):
         await backend.start(print)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60, "the start lasts for ten minutes"
     assert backend.child_processes() == []
 
 
@@ -259,7 +259,7 @@ def test_a_probe_ends_at_its_deadline_and_leaves_nothing(plugin: Path, config_fo
     began, children = time.monotonic(), psutil.Process().children(recursive=True)
     with pytest.raises(DeadlineExceeded, match="waited 2 s"):
         probe(config_for("slow probe"), deadline=2)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60, "the probe lasts for ten minutes"
     assert psutil.Process().children(recursive=True) == children
 
 

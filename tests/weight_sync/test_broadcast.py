@@ -57,7 +57,7 @@ def test_a_group_of_which_nobody_is_there_ends_by_its_deadline(free_port: int) -
     begun = time.monotonic()
     with pytest.raises(DeadlineExceeded, match="waiting for rank 0 of the group"):
         Groups().join(spec(free_port, 0.5), 1, CPU)
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 60
 
 
 def test_a_trainer_whose_engine_does_not_come_stops_waiting() -> None:
