@@ -175,4 +175,4 @@ class forgets_that_it_was_blocked(InferenceEngine):
             async with asyncio.timeout(options.get("timeout")):
                 return await super().generate(*prompts, **options)
         except TimeoutError as error:
-            raise DeadlineExceeded("waited for completions; they did not come") from error
+            raise DeadlineExceeded("timed out waiting for completions") from error
