@@ -336,7 +336,7 @@ class FleetUpdates:
         after: str,
         otherwise: type[WeightSyncError] = WeightTransferFailed,
     ) -> DrivetrainError:
-        """Make the error of an update that too few engines take, of their class or ``otherwise``."""
+        """Return the error of an update that fewer than ``min_engines`` took: the engines' own, or ``otherwise``."""
         if not failed:
             return otherwise(
                 f"the update to {version!r} reaches {left} engines, and min_engines={self.min_engines}; "

@@ -1,4 +1,4 @@
-"""``drivetrain check``: a sound engine passes, and each wrong one fails in the row that is about its fault."""
+"""``drivetrain check``: a correct engine passes, and each wrong one fails in the row that is about its fault."""
 
 from __future__ import annotations
 

@@ -393,8 +393,8 @@ def test_a_fault_is_shown_by_its_script_on_the_backend_that_has_it_and_on_no_oth
     broken = run_script(caught.value, tmp_path, LosesAborted.name, broken_backends)
     assert broken.returncode == 1
     assert "it had made a token, and came back with []" in broken.stderr
-    sound = run_script(caught.value, tmp_path, "transformers", broken_backends)
-    assert sound.returncode == 0, sound.stderr
+    correct = run_script(caught.value, tmp_path, "transformers", broken_backends)
+    assert correct.returncode == 0, correct.stderr
 
 
 @pytest.mark.usefixtures("broken_backends")

@@ -14,7 +14,7 @@ from drivetrain.engine.parts import PartKinds
 from drivetrain.types.outputs import GenerationOutput
 from drivetrain_conformance.mutants.registry import Mutant, mixed, registered_mutants, spoiled_backend
 from drivetrain_conformance.mutants.run import MutantResult, all_mutants, try_mutants
-from drivetrain_conformance.mutants.spoil import SoundBackend, answering, claiming
+from drivetrain_conformance.mutants.spoil import CorrectBackend, answering, claiming
 
 CASE = "generate/at_most_max_new_tokens"
 
@@ -64,7 +64,7 @@ def test_a_spoiled_part_is_caught() -> None:
 
 
 def test_a_mutant_that_is_not_wrong_is_missed() -> None:
-    result = tried(mutant(spoil_backend=lambda backend: mixed(backend, SoundBackend)))
+    result = tried(mutant(spoil_backend=lambda backend: mixed(backend, CorrectBackend)))
     assert not result.caught
     assert result.message == "its case ended as passed"
 
@@ -78,7 +78,7 @@ def test_a_mutant_that_fails_with_other_words_is_missed() -> None:
 
 def test_a_mutant_whose_case_is_refused_is_missed() -> None:
     def modest(backend: type[Backend]) -> type[Backend]:
-        class Wrong(SoundBackend):
+        class Wrong(CorrectBackend):
             @classmethod
             def capabilities(cls, config: object) -> frozenset[Capability]:
                 return frozenset()

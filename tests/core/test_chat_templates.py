@@ -126,7 +126,7 @@ def stubborn() -> None:
 @pytest.mark.parametrize("call", [forever, stubborn])
 def test_code_that_does_not_end_is_ended(call: Callable[[], None]) -> None:
     if call is forever:
-        with pytest.raises(DeadlineExceeded, match=r"waited 0.1 s for it"):
+        with pytest.raises(DeadlineExceeded, match=r"timed out after 0.1 s waiting for it"):
             bounded(call, 0.1, "it")
     else:
         bounded(call, 0.1, "it")  # the code swallows the exception, and returns by itself later

@@ -397,7 +397,7 @@ async def test_decoding_has_a_deadline_and_ends_with_the_request(
     made = VisionReader(settings, AutoConfig.from_pretrained(settings.model), 4096)
     vars(made)["_video_processor"] = Quarters()
     video = film(3, tmp_path)
-    with pytest.raises(DeadlineExceeded, match=r"waited 0\.3 s for the video .* to be decoded"):
+    with pytest.raises(DeadlineExceeded, match=r"timed out after 0\.3 s waiting for the video .* to be decoded"):
         await made.read([video])
     assert await asyncio.to_thread(ended.wait, 60), "a thread goes on decoding"
     ended.clear()

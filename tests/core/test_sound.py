@@ -227,7 +227,9 @@ async def test_decoding_ends_when_its_time_is_over(monkeypatch: pytest.MonkeyPat
             bounds.look()
 
     monkeypatch.setattr(qwen_audio, "decoded", endless)
-    with pytest.raises(DeadlineExceeded, match=r"waited 0\.1 s for the audio .* to be decoded \(timeouts\.media\)"):
+    with pytest.raises(
+        DeadlineExceeded, match=r"timed out after 0\.1 s waiting for the audio .* to be decoded \(timeouts\.media\)"
+    ):
         await reader(timeouts={"media": 0.1}).read([AudioInput.from_array(noise(0.2), RATE)])
 
 

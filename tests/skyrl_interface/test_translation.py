@@ -10,7 +10,7 @@ from PIL import Image
 
 from drivetrain import ImageInput, InvalidRequest, TokenPrompt, VideoInput
 from drivetrain_trainers.skyrl import InferenceEngineOutput, group_outputs_by_prompt
-from drivetrain_trainers.skyrl.requests import batch_call
+from drivetrain_trainers.skyrl.batch_calls import batch_call
 from drivetrain_trainers.skyrl.sampling import payload_of, sampling_call
 
 VLLM = {

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import itertools
 import json
 import re
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from io import BytesIO
 from pathlib import Path
@@ -18,19 +17,15 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file, save_file
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoProcessor
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 
 from drivetrain import (
     Capability,
-    Completion,
     EngineConfig,
     EngineError,
     EngineStartError,
-    FinishReason,
     ImageInput,
-    InferenceEngine,
     InvalidRequest,
     PauseMode,
     RegexGrammar,
@@ -48,27 +43,38 @@ from drivetrain_transformers import TransformersBackend
 from drivetrain_transformers.row_media import MediaPass, Padded, PlacedMedium, RowMedia
 from drivetrain_transformers.translate import media_capabilities
 from drivetrain_transformers.vision import Vision
-from engines import HANGING, tried_again, until, until_running
+from engines import HANGING, tried_again, until_running
+from media_prompts import (
+    END,
+    GREEDY,
+    PLACE,
+    START,
+    WITHIN,
+    MediaPrompt,
+    answers,
+    check_abort_while_prepared,
+    check_adapter,
+    check_against_generate,
+    check_answer,
+    check_answers,
+    check_cached_prefixes,
+    check_pauses,
+    check_scores_and_states,
+    check_update,
+    with_other_weights,
+)
+from media_prompts import Reference as MediaReference
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-WITHIN = 1e-4
-GREEDY = SamplingParams(max_new_tokens=12, temperature=0, ignore_eos=True, logprobs=0)
-START, END, PLACE = 260, 261, 262
 FEATURES = Qwen2_5_VLModel.get_image_features
 
 
-@dataclass(frozen=True)
-class Prompt:
-    """Token ids in which -1 - i stands for image i."""
+class Prompt(MediaPrompt):
+    """A prompt with images."""
 
-    ids: tuple[int, ...]
-    images: tuple[Image.Image, ...] = ()
-
-    @property
-    def given(self) -> TokenPrompt:
-        ids = itertools.chain.from_iterable((START, PLACE, END) if one < 0 else (one,) for one in self.ids)
-        return TokenPrompt(token_ids=tuple(ids), media=tuple(map(ImageInput.from_pil, self.images)))
+    def as_input(self, medium: Image.Image) -> ImageInput:
+        return ImageInput.from_pil(medium)
 
 
 def noise(width: int, height: int, seed: int) -> Image.Image:
@@ -90,32 +96,22 @@ MIXED = (
 )
 
 
-class Reference:
-    """The model's own forward pass: one row, no cache, all images by the model's processor."""
+class Reference(MediaReference):
+    """The model's own forward pass, with all images by its processor."""
 
     def __init__(self, folder: Path) -> None:
         self.model: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
         self._processor: Any = AutoImageProcessor.from_pretrained(folder)
         self._is_llava = self.model.config.model_type == "llava"
 
-    def inputs(self, ids: Sequence[int], images: Sequence[Image.Image]) -> dict[str, torch.Tensor]:
+    def inputs(self, ids: Sequence[int], media: Sequence[Image.Image]) -> dict[str, torch.Tensor]:
         tokens = torch.tensor([list(ids)])
         inputs = {"input_ids": tokens}
-        if images:
-            inputs |= dict(self._processor(images=list(images), return_tensors="pt"))
+        if media:
+            inputs |= dict(self._processor(images=list(media), return_tensors="pt"))
             if not self._is_llava:
                 inputs["mm_token_type_ids"] = (tokens == PLACE).int()
         return inputs
-
-    @torch.no_grad()
-    def logprobs(self, ids: Sequence[int], images: Sequence[Image.Image]) -> torch.Tensor:
-        logits: torch.Tensor = self.model(**self.inputs(ids, images)).logits[0]
-        return logits.log_softmax(-1)
-
-    @torch.no_grad()
-    def states(self, ids: Sequence[int], images: Sequence[Image.Image]) -> torch.Tensor:
-        states: torch.Tensor = self.model.base_model(**self.inputs(ids, images))[0][0]
-        return states
 
     @torch.no_grad()
     def merged_logprobs(self, ids: Sequence[int], prompt: int, images: Sequence[Image.Image]) -> torch.Tensor:
@@ -134,21 +130,8 @@ def reference(folder: Path) -> Reference:
     return Reference(folder)
 
 
-def assert_seen(completion: Completion, prompt: Prompt, by: Reference, since: int = 0) -> None:
-    """Raise unless the tokens from ``since`` on, up to the first sampled placeholder, have the model's logprobs."""
-    drawn, asked = completion.token_ids, completion.prompt_token_ids
-    until = next((at for at, token in enumerate(drawn) if token == PLACE and prompt.images), len(drawn))
-    known = drawn[: until + 1]
-    rows = by.logprobs([*asked, *known[:-1]], prompt.images)[len(asked) - 1 :]
-    assert completion.logprobs is not None
-    for at in range(since, len(known)):
-        assert abs(float(rows[at, known[at]]) - completion.logprobs[at]) <= WITHIN
-
-
-async def answers(
-    engine: InferenceEngine, prompts: Sequence[Prompt], params: SamplingParams = GREEDY
-) -> list[Completion]:
-    return (await engine.generate([prompt.given for prompt in prompts], params)).completions
+def engine_of(folder: Path, **fields: object) -> Any:
+    return create_engine("transformers", model=str(folder), isolation="inline", **fields)
 
 
 @pytest.mark.parametrize("architecture", VISION_ARCHITECTURES)
@@ -157,79 +140,37 @@ async def test_rows_of_any_mixture_are_seen_as_alone(architecture: str, fields: 
     folder = tiny_model(architecture)
     by = reference(folder)
     params = GREEDY.model_copy(update={"n": 2})
-    async with create_engine("transformers", model=str(folder), isolation="inline", **fields) as engine:
+    async with engine_of(folder, **fields) as engine:
         for round in range(2):  # the second from the prefix cache
-            completions = await answers(engine, MIXED, params)
-            for index, completion in enumerate(completions):
-                assert_seen(completion, MIXED[index // 2], by)
+            completions = await check_answers(engine, MIXED, by, params)
             assert round == 0 or all(completion.cached_tokens for completion in completions[6:10])
 
 
 @pytest.mark.parametrize("architecture", VISION_ARCHITECTURES)
 async def test_greedy_answers_are_those_of_the_models_own_generate(architecture: str) -> None:
     folder = tiny_model(architecture)
-    by = reference(folder)
-    prompts = [prompt for prompt in MIXED if prompt.images]
-    async with create_engine("transformers", model=str(folder), isolation="inline") as engine:
-        completions = await answers(engine, prompts)
-    for completion, prompt in zip(completions, prompts, strict=True):
-        inputs = by.inputs(completion.prompt_token_ids, prompt.images)
-        given = by.model.generate(**inputs, max_new_tokens=12, do_sample=False)
-        given = given[0, len(completion.prompt_token_ids) :].tolist()
-        until = next((at for at, token in enumerate(given) if token == PLACE), len(given))
-        assert completion.token_ids[:until] == given[:until]
-        assert until > 0
+    async with engine_of(folder) as engine:
+        await check_against_generate(engine, [prompt for prompt in MIXED if prompt.media], reference(folder))
 
 
 @pytest.mark.parametrize("architecture", VISION_ARCHITECTURES)
 async def test_prompts_with_images_are_scored_and_have_states(architecture: str) -> None:
     folder = tiny_model(architecture)
-    by = reference(folder)
-    params = GREEDY.model_copy(update={"prompt_logprobs": 2, "return_hidden_states": True, "max_new_tokens": 4})
-    async with create_engine("transformers", model=str(folder), isolation="inline") as engine:
-        for completion, prompt in zip(await answers(engine, MIXED, params), MIXED, strict=True):
-            asked = completion.prompt_token_ids
-            assert completion.prompt_logprobs is not None
-            expected = by.logprobs(asked, prompt.images)[:-1].gather(-1, torch.tensor(asked[1:])[:, None])[:, 0]
-            scored = torch.tensor(completion.prompt_logprobs[1:])
-            assert float((scored - expected).abs().max() if len(asked) > 1 else 0) <= WITHIN
-            states = by.states(asked, prompt.images)[-1]
-            assert completion.hidden_states is not None
-            torch.testing.assert_close(torch.tensor(completion.hidden_states[0]), states, rtol=1e-3, atol=2e-3)
+    async with engine_of(folder) as engine:
+        await check_scores_and_states(engine, MIXED, reference(folder))
 
 
 @pytest.mark.parametrize("mode", [PauseMode.IN_PLACE, PauseMode.RETRACT])
 @pytest.mark.parametrize("architecture", ["qwen2_5_vl", "llava"])
 @tried_again
 async def test_rows_with_images_go_on_after_a_pause(architecture: str, mode: PauseMode) -> None:
-    folder = tiny_model(architecture)
-    long = GREEDY.model_copy(update={"max_new_tokens": 200})
-    async with create_engine("transformers", model=str(folder), isolation="inline") as engine:
-        whole = await answers(engine, MIXED, long)
-        await engine.reset_prefix_cache()
-        task = asyncio.create_task(answers(engine, MIXED, long))
-        await until_running(engine, len(MIXED))
-        for _ in range(3):
-            await engine.pause_generation(mode)
-            await check_held(engine, task)
-            await engine.continue_generation()
-        paused = await asyncio.wait_for(task, HANGING)
-    for one, other in zip(paused, whole, strict=True):
-        assert one.token_ids == other.token_ids
-        assert one.logprobs == pytest.approx(other.logprobs, abs=WITHIN)
+    async with engine_of(tiny_model(architecture)) as engine:
+        await check_pauses(engine, MIXED, mode)
 
 
 def with_other_vision(folder: Path, to: Path) -> Path:
     """Copy a model with other weights of its vision part alone."""
-    shutil.copytree(folder, to, copy_function=shutil.copyfile)
-    tensors = load_file(folder / "model.safetensors")
-    generator = torch.Generator().manual_seed(7)
-    changed = [name for name in tensors if name.startswith(("visual", "model.visual", "vision_tower"))]
-    assert changed
-    for name in changed:
-        tensors[name] += torch.randn(tensors[name].shape, generator=generator) * tensors[name].std().nan_to_num() * 0.5
-    save_file(tensors, to / "model.safetensors", metadata={"format": "pt"})
-    return to
+    return with_other_weights(folder, to, lambda name: name.startswith(("visual", "model.visual", "vision_tower")))
 
 
 @pytest.mark.parametrize("mode", list(PauseMode))
@@ -237,22 +178,8 @@ def with_other_vision(folder: Path, to: Path) -> Path:
 async def test_an_update_of_the_vision_part_takes_effect(architecture: str, mode: PauseMode, tmp_path: Path) -> None:
     folder = tiny_model(architecture)
     other = with_other_vision(folder, tmp_path / "other")
-    prompts, long = MIXED[1:3], GREEDY.model_copy(update={"max_new_tokens": 150})
-    async with create_engine("transformers", model=str(folder), isolation="inline") as engine:
-        before = await answers(engine, prompts)
-        task = asyncio.create_task(answers(engine, prompts, long))
-        await until_running(engine, 2)
-        await engine.load_weights_from_disk(str(other), "other", mode=mode)
-        in_flight = await asyncio.wait_for(task, HANGING)
-        after = await answers(engine, prompts)
-        again = await answers(engine, prompts)
-    for index, prompt in enumerate(prompts):
-        assert_seen(before[index], prompt, reference(folder))
-        assert_seen(after[index], prompt, Reference(other))
-        assert_seen(again[index], prompt, Reference(other))
-        assert before[index].logprobs != pytest.approx(after[index].logprobs, abs=10 * WITHIN)
-        if mode is PauseMode.RETRACT and len(in_flight[index].weight_versions) > 1:
-            assert_seen(in_flight[index], prompt, Reference(other), in_flight[index].weight_versions[0].end)
+    async with engine_of(folder) as engine:
+        await check_update(engine, MIXED[1:3], mode, reference(folder), other, Reference(other))
 
 
 @tried_again
@@ -261,7 +188,7 @@ async def test_a_sampled_placeholder_is_an_ordinary_token() -> None:
     by = reference(folder)
     biased = GREEDY.model_copy(update={"logit_bias": {PLACE: 100.0}, "max_new_tokens": 30})
     free = GREEDY.model_copy(update={"max_new_tokens": 300})
-    async with create_engine("transformers", model=str(folder), isolation="inline") as engine:
+    async with engine_of(folder) as engine:
         (first,) = await answers(engine, MIXED[1:2], biased)
         assert set(first.token_ids) == {PLACE}
         turn = TokenPrompt(token_ids=(*first.prompt_token_ids, *first.token_ids[:8], 5))
@@ -278,7 +205,7 @@ async def test_a_sampled_placeholder_is_an_ordinary_token() -> None:
     for completion, prompt in zip(completions, (MIXED[1], Prompt(()), MIXED[2]), strict=True):
         asked, drawn = completion.prompt_token_ids, completion.token_ids
         ids = [*asked, *drawn[:-1]]
-        rows = by.merged_logprobs(ids, len(asked), prompt.images) if prompt.images else by.logprobs(ids, ())
+        rows = by.merged_logprobs(ids, len(asked), prompt.media) if prompt.media else by.logprobs(ids, ())
         own = rows[len(asked) - 1 :].gather(-1, torch.tensor(drawn)[:, None])[:, 0]
         if completion is not completions[0]:  # those of a biased row are 0
             torch.testing.assert_close(torch.tensor(completion.logprobs), own, rtol=0, atol=WITHIN)
@@ -287,58 +214,18 @@ async def test_a_sampled_placeholder_is_an_ordinary_token() -> None:
 @pytest.mark.parametrize("architecture", VISION_ARCHITECTURES)
 async def test_a_cached_prefix_holds_each_image_whole_or_not(architecture: str) -> None:
     folder = tiny_model(architecture)
-    first = Prompt((1, 2, 3, 4, 5, -1, 9, 9, 9), (SMALL,))
-    text = tuple(range(20, 60))
-    async with create_engine("transformers", model=str(folder), isolation="inline") as engine:
-        (begun,) = await answers(engine, [first])
-        start = begun.prompt_token_ids.index(PLACE)
-        end = start + begun.prompt_token_ids.count(PLACE)
-        # Whole blocks of 16 are cached; the common beginning of the first two prompts ends after the image's end token.
-        common = (end + 1) // 16 * 16
-        kept = end + 2 + len(text)
-        for prompt, cached in (
-            (Prompt((1, 2, 3, 4, 5, -1, 8, *text), (SMALL,)), start if start < common < end else common),
-            (Prompt((1, 2, 3, 4, 5, -1, 9, 9, 9), (TALL,)), 0),
-            (Prompt((1, 2, 3, 4, 5, -1, 8, *text, -2), (SMALL, WIDE)), kept // 16 * 16),
-            (Prompt((1, 2, 3, 4, 5, -1, 8, *text, -2), (SMALL, TALL)), None),
-        ):
-            (completion,) = await answers(engine, [prompt])
-            assert_seen(completion, prompt, reference(folder))
-            assert cached is None or completion.cached_tokens == cached
+    async with engine_of(folder) as engine:
+        await check_cached_prefixes(engine, Prompt, (SMALL, TALL, WIDE), reference(folder))
 
 
-async def test_requests_with_images_can_be_aborted_while_they_are_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = None
-    async with create_engine("transformers", model=str(tiny_model("llava")), isolation="inline") as engine:
-        backend = engine.parts.backend
-        assert isinstance(backend, TransformersBackend)
-        vision = backend._media
-        assert vision is not None
-        reached, go_on, original = asyncio.Event(), asyncio.Event(), vision.of
-
-        async def slow(request: Any) -> RowMedia | None:
-            reached.set()
-            await go_on.wait()
-            return await original(request)
-
-        monkeypatch.setattr(vision, "of", slow)
-        task = asyncio.create_task(answers(engine, MIXED[1:2], GREEDY.model_copy(update={"max_new_tokens": 900})))
-        await asyncio.wait_for(reached.wait(), HANGING)
-        aborting = asyncio.create_task(engine.abort_generation())
-        await until(lambda: bool(backend._aborted))
-        go_on.set()
-        await asyncio.wait_for(aborting, HANGING)
-        (completion,) = await asyncio.wait_for(task, HANGING)
-        assert completion.finish_reason is FinishReason.ABORT
-        assert len(completion.token_ids) < 900
-        assert not backend._aborted
-        assert not backend._preparing
+async def test_requests_with_images_can_be_aborted_while_they_are_prepared() -> None:
+    await check_abort_while_prepared(engine_of(tiny_model("llava")), MIXED[1])
 
 
 async def test_stops_and_seeds_work_beside_images() -> None:
     folder = tiny_model("qwen2_5_vl")
     sampled = SamplingParams(max_new_tokens=40, seed=3, logprobs=0, ignore_eos=True)
-    async with create_engine("transformers", model=str(folder), isolation="inline") as engine:
+    async with engine_of(folder) as engine:
         (whole,) = await answers(engine, MIXED[2:3], sampled)
         (again, *_) = await answers(engine, [MIXED[2], *MIXED], [sampled, *[GREEDY] * len(MIXED)])  # type: ignore[arg-type]
         assert again.token_ids == whole.token_ids
@@ -368,17 +255,12 @@ async def test_rows_with_images_use_adapters_of_the_language_model(architecture:
     vision = "fc1" if architecture == "llava" else "qkv"
     (refused := tmp_path / "refused").mkdir()
     make_adapter(folder, refused, seed=2, targets=[vision])
-    async with create_engine("transformers", model=str(folder), isolation="inline", enable_lora=True) as engine:
+    async with engine_of(folder, enable_lora=True) as engine:
         with pytest.raises(InvalidRequest, match=vision):
             await engine.load_lora_adapter("vision", str(refused))
         for path in paths:
             await engine.load_lora_adapter("a", str(path))
-            for _ in range(2):  # the second time from the prefix cache
-                given = [prompt.given for prompt in MIXED]
-                both = await asyncio.gather(engine.generate(given, GREEDY), engine.generate(given, GREEDY, lora="a"))
-                for output, seen_by in zip(both, (by, changed), strict=True):
-                    for completion, prompt in zip(output.completions, MIXED, strict=True):
-                        assert_seen(completion, prompt, seen_by)
+            await check_adapter(engine, MIXED, by, changed)
             await engine.unload_lora_adapter("a")
 
 
@@ -393,7 +275,7 @@ async def test_grammars_and_streams_work_beside_images(isolation: str) -> None:
         (whole,) = await answers(engine, MIXED[4:5])
         streamed = [chunk async for chunk in engine.generate_stream(MIXED[4].given, GREEDY)]
         assert [token for chunk in streamed for token in chunk.token_ids] == whole.token_ids
-        assert_seen(whole, MIXED[4], reference(folder))
+        check_answer(whole, MIXED[4], reference(folder))
 
 
 # Claims and refusals -------------------------------------------------------------------------------------------------
@@ -432,7 +314,7 @@ async def test_videos_are_claimed_where_they_can_be_read(
 
 
 async def test_images_for_a_model_without_vision_are_refused() -> None:
-    async with create_engine("transformers", model=str(tiny_model("qwen2")), isolation="inline") as engine:
+    async with engine_of(tiny_model("qwen2")) as engine:
         with pytest.raises(UnsupportedCapability, match="'images'"):
             await engine.generate(TokenPrompt(token_ids=(1, 2), media=MIXED[1].given.media), GREEDY)
 
@@ -453,15 +335,13 @@ async def test_a_processor_that_does_not_fit_the_model_is_refused_at_start(
     file = folder / "processor_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
     with pytest.raises(EngineStartError, match=why):
-        async with create_engine("transformers", model=str(folder), isolation="inline"):
+        async with engine_of(folder):
             pass
 
 
 @pytest.mark.parametrize("architecture", ["qwen2_5_vl", "llava"])
 async def test_too_many_and_broken_images_are_refused_and_the_engine_serves_on(architecture: str) -> None:
-    async with create_engine(
-        "transformers", model=str(tiny_model(architecture)), isolation="inline", media={"max_pixels": 100_000}
-    ) as engine:
+    async with engine_of(tiny_model(architecture), media={"max_pixels": 100_000}) as engine:
         for wrong, why in (
             (Prompt(tuple(range(-200, 0)), (SMALL,) * 200), "context (holds|length of) 1024"),
             (Prompt((-1,), (SMALL, SMALL)), "places for the 2 images"),
@@ -472,8 +352,7 @@ async def test_too_many_and_broken_images_are_refused_and_the_engine_serves_on(a
         broken = ImageInput(data=b"no image")
         with pytest.raises(InvalidRequest, match="cannot be read"):
             await engine.generate(TokenPrompt(token_ids=(START, PLACE, END), media=(broken,)), GREEDY)
-        (completion,) = await answers(engine, MIXED[1:2])
-        assert_seen(completion, MIXED[1], reference(tiny_model(architecture)))
+        await check_answers(engine, MIXED[1:2], reference(tiny_model(architecture)))
 
 
 # Parts ---------------------------------------------------------------------------------------------------------------
@@ -545,7 +424,7 @@ async def test_processors_expand_prompts_as_prompts_come_back() -> None:
     prompt = TokenPrompt(
         token_ids=(97, PLACE, 98, PLACE), media=(ImageInput(data=file.getvalue()), ImageInput.from_pil(WIDE))
     )
-    async with create_engine("transformers", model=str(folder), isolation="inline") as engine:
+    async with engine_of(folder) as engine:
         (completion,) = (await engine.generate(prompt, GREEDY)).completions
     assert completion.prompt_token_ids == made["input_ids"][0].tolist()
 
@@ -614,7 +493,7 @@ async def test_what_is_done_wrongly_is_noticed(
     rounds = ([*MIXED, long], [replace(long, ids=(*long.ids[:9], 9, 9))], [twin, *MIXED])
 
     async def all_seen() -> bool:
-        async with create_engine("transformers", model=str(folder), isolation="inline") as engine:
+        async with engine_of(folder) as engine:
             for reference_of, update in ((by, False), (later, True)):
                 if update:
                     await engine.load_weights_from_disk(str(other), "other")
@@ -623,7 +502,7 @@ async def test_what_is_done_wrongly_is_noticed(
                         # The reference runs as it should.
                         with monkeypatch.context() as undone:
                             undone.setattr(Qwen2_5_VLModel, "get_image_features", FEATURES)
-                            assert_seen(completion, prompt, reference_of)
+                            check_answer(completion, prompt, reference_of)
         return True
 
     assert await all_seen()

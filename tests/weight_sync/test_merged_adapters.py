@@ -16,7 +16,7 @@ from drivetrain.testing import tiny_model
 from drivetrain.types.weights import WeightManifest
 from drivetrain_weight_sync import WeightSync
 from drivetrain_weight_sync.copying.plan import check_plan
-from drivetrain_weight_sync.tensors.derived import DerivedTensor
+from drivetrain_weight_sync.tensors.derived_tensor import DerivedTensor
 from drivetrain_weight_sync.tensors.dtypes import spec_of
 from drivetrain_weight_sync.trainer.source import Source, by_name
 

@@ -83,7 +83,7 @@ class Grammars:
                 await self._slots.acquire()
         except TimeoutError:
             raise DeadlineExceeded(
-                f"{FIELD}: waited {COMPILE_S:g} s for {_AT_ONCE} other grammars to be compiled"
+                f"{FIELD}: timed out after {COMPILE_S:g} s waiting for {_AT_ONCE} other grammars to be compiled"
             ) from None
         # The thread cannot be ended, so its slot is free only when it has.
         work = in_daemon_thread(lambda: self._compile_now(grammar), "drivetrain-grammar")

@@ -332,7 +332,7 @@ async def _are_not_cut(bench: Bench, field: str) -> None:
 
 
 async def _alternatives(bench: Bench, field: str, count: int) -> set[int]:
-    """Return the numbers of alternatives that tokens come with when ``count`` are requested."""
+    """Request ``count`` alternatives; return how many the tokens came with, once each."""
     params = {field: count, "max_new_tokens": 2, "temperature": 1.0}
     (completion,) = (await bench.engine.generate([bench.prompt()], params)).completions
     tops = completion.top_logprobs if field == "logprobs" else completion.prompt_top_logprobs

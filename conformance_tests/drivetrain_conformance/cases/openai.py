@@ -597,7 +597,7 @@ _WRITTEN: Final[Mapping[str, Sequence[Payload]]] = {
     '[TOOL_CALLS]add[ARGS]{"a": 3}': [{"a": 3}],
     '<tool_call>{"name": "none", "arguments": {"a": 4}}</tool_call>': [],
 }
-"""Texts of models, and the arguments of the calls of ``add`` in them."""
+"""Generated texts, and the arguments of each call of the tool ``add`` that they hold."""
 
 
 @case(Capability.STRUCTURED_REGEX, Capability.STREAMING, own_engine=True)

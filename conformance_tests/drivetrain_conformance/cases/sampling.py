@@ -234,7 +234,7 @@ def _count(
     generated: Sequence[int],
     marked: Collection[int] = (),
 ) -> None:
-    """Assert that each token could be drawn, and count the tokens unless rounding may change which are possible."""
+    """Assert that the params allow each token. Count the tokens, unless rounding may change which are allowed."""
     reference = step(logits, params, prompt, generated, bench.tolerance())
     impossible = sorted({token for token in tokens if not reference.possibly[token]})
     assert not impossible, f"tokens {impossible} were drawn, which the params rule out"

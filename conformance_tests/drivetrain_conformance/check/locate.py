@@ -15,7 +15,7 @@ import numpy as np
 from torch import nn
 
 from drivetrain.types.capability import Capability
-from drivetrain_conformance.check.answers import Answers, Measure
+from drivetrain_conformance.check.compared_answers import Answers, Measure
 from drivetrain_conformance.check.comparison import Comparison
 from drivetrain_conformance.check.weights import push
 

@@ -18,7 +18,7 @@ from drivetrain.types.capability import Capability
 from drivetrain.types.config import EngineConfig, Task
 from drivetrain.types.modes import MemoryTag
 from drivetrain.types.outputs import Completion
-from drivetrain_conformance.check.answers import Answers, Measure
+from drivetrain_conformance.check.compared_answers import Answers, Measure
 from drivetrain_conformance.check.comparison import Comparison
 from drivetrain_conformance.check.prompts import make_prompts
 from drivetrain_conformance.check.reference import Reference, device_for, require_transformers

@@ -30,8 +30,8 @@ from drivetrain.types.weights import (
 from drivetrain_conformance.assets.made_adapters import Adapter, change_adapter
 from drivetrain_conformance.mutants.registry import backend_mutants, mixed, mutant
 from drivetrain_conformance.mutants.spoil import (
+    CorrectBackend,
     KnowingRequests,
-    SoundBackend,
     after,
     fifos_in,
     joined,
@@ -55,7 +55,7 @@ def ignores_adapters(request: GenerateRequest) -> GenerateRequest:
 
 
 @mutant("lora/requests_in_flight_use_different_adapters", says="nats below the most likely one")
-class uses_an_adapter_for_all(SoundBackend):
+class uses_an_adapter_for_all(CorrectBackend):
     """Once an adapter was used, requests that name none are answered with it too."""
 
     active: str | None = None
@@ -69,7 +69,7 @@ class uses_an_adapter_for_all(SoundBackend):
         await super().unload_lora_adapter(lora_name)
 
 
-class _HoldingAdapters(SoundBackend):
+class _HoldingAdapters(CorrectBackend):
     """Answers requests of further adapters by the model without them, while others are in flight."""
 
     most: int
@@ -102,7 +102,7 @@ class holds_five_adapters_at_once(_HoldingAdapters):
     most = 5
 
 
-class _ByShortName(SoundBackend):
+class _ByShortName(CorrectBackend):
     """Knows adapters by a part of their names: a request gets the first that was loaded of those that share it."""
 
     def __init__(self, config: EngineConfig) -> None:
@@ -145,7 +145,7 @@ class knows_adapters_in_lower_case(_ByShortName):
 
 
 @mutant("lora/requests_in_flight_use_different_adapters", says="gave NaN or infinite logits")
-class fails_the_whole_batch(SoundBackend):
+class fails_the_whole_batch(CorrectBackend):
     """NaN logits of one request end all requests of the same step with its error."""
 
     failed = 0
@@ -163,7 +163,7 @@ class fails_the_whole_batch(SoundBackend):
 
 
 @mutant("lora/the_base_is_updated_beneath_an_adapter", says="nats below")
-class updates_without_the_adapter(SoundBackend):
+class updates_without_the_adapter(CorrectBackend):
     """Requests that are frozen for an update of the base continue without their adapter."""
 
     def __init__(self, config: EngineConfig) -> None:
@@ -193,7 +193,7 @@ class updates_without_the_adapter(SoundBackend):
 
 
 @mutant("lora/a_name_may_come_back_as_another_adapter", says=("nats below", "nats off that of the merged model"))
-class reads_an_adapters_folder_once(SoundBackend):
+class reads_an_adapters_folder_once(CorrectBackend):
     """A folder that was loaded before is served as it was then."""
 
     def __init__(self, config: EngineConfig) -> None:
@@ -208,7 +208,7 @@ class reads_an_adapters_folder_once(SoundBackend):
 
 
 @mutant("lora/a_name_may_come_back_as_another_adapter", says="nats below")
-class knows_adapters_by_slot(SoundBackend):
+class knows_adapters_by_slot(CorrectBackend):
     """The cache knows an adapter by one of eight slots, and takes a prompt for that of the slot's last adapter."""
 
     def __init__(self, config: EngineConfig) -> None:
@@ -230,7 +230,7 @@ class knows_adapters_by_slot(SoundBackend):
 
 
 @mutant("lora/a_name_may_come_back_as_another_adapter", says="nats off that of the merged model")
-class keeps_prompt_scores_by_the_name(SoundBackend):
+class keeps_prompt_scores_by_the_name(CorrectBackend):
     """Prompt logprobs are kept by the prompt and the adapter's name, also when the name comes back for another."""
 
     def __init__(self, config: EngineConfig) -> None:
@@ -276,7 +276,7 @@ class serves_unloaded_adapters(InferenceEngine):
 def _loading(backend: type[Backend], change: Change) -> type[Backend]:
     """Return a backend that reads a copy of each adapter that ``change`` has modified."""
 
-    class Wrong(SoundBackend):
+    class Wrong(CorrectBackend):
         """Reads a modified copy."""
 
         async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool) -> None:
@@ -352,7 +352,7 @@ def takes_the_base_as_it_is(config: dict[str, object], tensors: Tensors) -> None
 
 
 @mutant("lora/every_setting_is_honoured_or_refused", says="the refusal does not name 'alpha")
-class refuses_an_adapter_without_saying_why(SoundBackend):
+class refuses_an_adapter_without_saying_why(CorrectBackend):
     """A setting that is not honoured is refused without naming it."""
 
     async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool) -> None:
@@ -362,7 +362,7 @@ class refuses_an_adapter_without_saying_why(SoundBackend):
 
 
 @mutant("lora/every_setting_is_honoured_or_refused", says="nats below")
-class keeps_of_an_adapter_that_it_refused(SoundBackend):
+class keeps_of_an_adapter_that_it_refused(CorrectBackend):
     """A refused adapter changes the answers to requests without one."""
 
     left: str | None = None
@@ -384,7 +384,7 @@ class keeps_of_an_adapter_that_it_refused(SoundBackend):
 
 
 @mutant("lora/a_mixture_of_experts_takes_adapters_or_is_refused", says="no kernel for experts")
-class fails_on_experts_beside_adapters(SoundBackend):
+class fails_on_experts_beside_adapters(CorrectBackend):
     """With enable_lora, a mixture of experts fails in the engine while it starts, and no field is named."""
 
     async def start(self, report: Callable[[str], None]) -> ModelInfo:
@@ -501,7 +501,7 @@ def _drop_product(tensors: Tensors, layer: str) -> None:
 
 
 @mutant("lora/what_is_no_adapter_is_refused", says="an adapter with a FIFO adapter_config.json is taken")
-class takes_a_fifo_for_an_empty_file(SoundBackend):
+class takes_a_fifo_for_an_empty_file(CorrectBackend):
     """An adapter's folder in which a file is a FIFO is loaded as an adapter that changes nothing."""
 
     async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool) -> None:
@@ -510,7 +510,7 @@ class takes_a_fifo_for_an_empty_file(SoundBackend):
 
 
 @mutant("lora/what_is_no_adapter_is_refused", says="a thread waits in open() for a FIFO adapter_config.json")
-class waits_in_open_for_an_adapter(SoundBackend):
+class waits_in_open_for_an_adapter(CorrectBackend):
     """An adapter's folder in which a file is a FIFO is refused, but a thread waits in open() for a writer."""
 
     async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool) -> None:
@@ -565,7 +565,7 @@ async def _resent(update: WeightUpdateRequest, change: Change) -> AsyncGenerator
 def _receiving(backend: type[Backend], change: Change) -> type[Backend]:
     """Return a backend that takes adapters as tensors after ``change`` has modified a copy of them."""
 
-    class Wrong(SoundBackend):
+    class Wrong(CorrectBackend):
         """Takes modified tensors."""
 
         async def load_lora_tensors(self, lora_name: str, update: WeightUpdateRequest, pinned: bool) -> None:
@@ -615,7 +615,7 @@ def drops_alpha_pattern_beside_tensors(config: dict[str, object], _: Tensors) ->
 @mutant(
     "lora/an_adapter_refused_as_tensors_leaves_the_old_one", says="a tensor of an adapter that is not what was sent"
 )
-class verifies_no_adapter(SoundBackend):
+class verifies_no_adapter(CorrectBackend):
     """Digests of an adapter's tensors are not compared."""
 
     async def load_lora_tensors(self, lora_name: str, update: WeightUpdateRequest, pinned: bool) -> None:
@@ -636,7 +636,7 @@ class verifies_no_adapter(SoundBackend):
 
 
 @mutant("lora/adapters_are_updated_from_tensors", says="nats below the most likely one")
-class serves_the_last_push_for_all(SoundBackend):
+class serves_the_last_push_for_all(CorrectBackend):
     """Requests with any adapter are answered with the one that came last as tensors."""
 
     last: str | None = None
@@ -654,7 +654,7 @@ class serves_the_last_push_for_all(SoundBackend):
 
 
 @mutant("lora/adapters_are_updated_from_tensors", says="nats below the most likely one")
-class keeps_the_tensors_of_the_first_push(SoundBackend):
+class keeps_the_tensors_of_the_first_push(CorrectBackend):
     """Later pushes of an adapter load the tensors of its first push again."""
 
     def __init__(self, config: EngineConfig) -> None:
@@ -670,7 +670,7 @@ class keeps_the_tensors_of_the_first_push(SoundBackend):
 
 
 @mutant("lora/an_adapter_refused_as_tensors_leaves_the_old_one", says="took, series after series")
-class keeps_refused_tensors(SoundBackend):
+class keeps_refused_tensors(CorrectBackend):
     """Every adapter that is refused as tensors stays in memory."""
 
     def __init__(self, config: EngineConfig) -> None:

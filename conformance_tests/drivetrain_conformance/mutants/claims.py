@@ -28,7 +28,7 @@ from drivetrain.types.routed_experts import RoutedExperts
 from drivetrain.types.sampling import JsonSchema, SamplingParams
 from drivetrain_conformance.mutants.registry import mutant, spoiled_backend
 from drivetrain_conformance.mutants.spoil import (
-    SoundBackend,
+    CorrectBackend,
     answering,
     arguments_mutant,
     asking_for_params,
@@ -177,7 +177,7 @@ def leaves_out_the_experts_of_the_last_prompt_token(request: GenerateRequest, re
 
 
 @mutant("hidden_states/experts_of_the_prompt_are_the_routers_choice", says="prompt tokens have experts")
-class gives_no_experts_of_a_cached_prefix(SoundBackend):
+class gives_no_experts_of_a_cached_prefix(CorrectBackend):
     """The prompt's experts begin where its cached prefix ends."""
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
@@ -213,7 +213,7 @@ def loses_the_experts_of_aborted_requests(request: GenerateRequest, result: Gene
 
 
 @mutant("hidden_states/experts_are_those_of_the_weights_that_chose_them", says="was routed in layer")
-class gives_the_experts_that_older_weights_chose(SoundBackend):
+class gives_the_experts_that_older_weights_chose(CorrectBackend):
     """A prompt's experts are kept by its ids, whatever the weights."""
 
     def __init__(self, config: EngineConfig) -> None:
@@ -229,7 +229,7 @@ class gives_the_experts_that_older_weights_chose(SoundBackend):
 
 
 @mutant("abort/ids_that_are_not_running_are_passed_over", says="claims abort, and refuses it")
-class claims_abort_and_refuses_it(SoundBackend):
+class claims_abort_and_refuses_it(CorrectBackend):
     """It claims to abort requests, and its primitive was never written."""
 
     async def abort(self, request_ids: list[str]) -> None:
@@ -293,7 +293,7 @@ def swallows_a_configured_limit(_: EngineConfig) -> Mapping[str, object]:
 
 
 @mutant("generate/every_file_that_names_an_end_is_heeded", says="only some are known")
-class does_not_know_the_models_eos(SoundBackend):
+class does_not_know_the_models_eos(CorrectBackend):
     """It says that the model has no EOS ids, so that generation runs on past those that the tokenizer does not name."""
 
     async def start(self, report: Callable[[str], None]) -> ModelInfo:
@@ -301,7 +301,7 @@ class does_not_know_the_models_eos(SoundBackend):
 
 
 @mutant("lifecycle/a_life", says="are left behind")
-class leaves_a_process_behind(SoundBackend):
+class leaves_a_process_behind(CorrectBackend):
     """A process that it started outlives its teardown."""
 
     async def start(self, report: Callable[[str], None]) -> ModelInfo:
@@ -348,7 +348,7 @@ class ignores_timeouts(InferenceEngine):
 
 
 @mutant("errors/a_configuration_field_that_asks_for_nothing_is_taken", says="is refused")
-class refuses_what_asks_for_nothing(SoundBackend):
+class refuses_what_asks_for_nothing(CorrectBackend):
     """A bound on adapters is refused where none are loaded."""
 
     @classmethod

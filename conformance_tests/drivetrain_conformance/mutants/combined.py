@@ -24,9 +24,9 @@ from drivetrain.types.sampling import (
 )
 from drivetrain_conformance.mutants.registry import backend_mutants, mutant, spoiled_backend
 from drivetrain_conformance.mutants.spoil import (
+    CorrectBackend,
     KnowingEos,
     KnowingRequests,
-    SoundBackend,
     after,
     asking,
     cut,
@@ -121,7 +121,7 @@ def loses_the_alternatives_of_the_aborted(request: GenerateRequest, result: Gene
 
 
 @mutant("histories/random_histories_keep_the_contract", says="logprobs of its prompt are")
-class scores_prompts_by_the_first_weights(SoundBackend):
+class scores_prompts_by_the_first_weights(CorrectBackend):
     """Prompt logprobs are cached, and stay the same after the weights changed."""
 
     def __init__(self, config: EngineConfig) -> None:
@@ -203,7 +203,7 @@ def seeds_streams_by_their_prompt(request: GenerateRequest) -> GenerateRequest:
 
 
 @mutant("lora/an_adapter_holds_in_streams_pauses_and_sleeps", says="a prompt logprob is")
-class scores_prompts_by_the_base(SoundBackend):
+class scores_prompts_by_the_base(CorrectBackend):
     """Prompt logprobs are always the base model's, even with an adapter."""
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
@@ -227,7 +227,7 @@ def drops_masks_beside_an_adapter(request: GenerateRequest) -> Mapping[str, obje
 
 
 @mutant("lora/an_adapter_holds_in_streams_pauses_and_sleeps", says="nats below")
-class loses_adapters_asleep(SoundBackend):
+class loses_adapters_asleep(CorrectBackend):
     """After a sleep requests with an adapter are answered by the base model."""
 
     loses_them = frozenset(MemoryTag)
@@ -312,7 +312,7 @@ def passes_on_short_stop_strings(request: GenerateRequest) -> Mapping[str, objec
 
 
 @mutant("stop/a_stop_regex_ends_generation_at_the_first_text_that_has_a_match", says="did not end a text of")
-class looks_for_regexes_in_the_last_characters(SoundBackend):
+class looks_for_regexes_in_the_last_characters(CorrectBackend):
     """A stop regex is looked for in the last 64 characters of the text."""
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
@@ -410,7 +410,7 @@ def takes_negative_priorities_for_none(request: GenerateRequest) -> GenerateRequ
 
 
 @mutant("abort/what_waits_its_turn_can_be_aborted", says="it began after the weights were renamed")
-class labels_requests_as_they_come(SoundBackend):
+class labels_requests_as_they_come(CorrectBackend):
     """The first tokens of a request carry the weight version of the time when it was submitted."""
 
     def __init__(self, config: EngineConfig) -> None:
@@ -429,7 +429,7 @@ class labels_requests_as_they_come(SoundBackend):
 
 
 @mutant("sleep/weights_can_change_while_the_cache_sleeps", says="and its completions are labelled ['initial']")
-class forgets_the_label_asleep(SoundBackend):
+class forgets_the_label_asleep(CorrectBackend):
     """Once the KV cache wakes up, tokens carry the label that the engine started with."""
 
     async def wake_up(self, tags: frozenset[MemoryTag]) -> None:
@@ -472,7 +472,7 @@ class heeds_eos_beside_named_stops(KnowingEos):
 
 
 @mutant("generate/every_file_that_names_an_end_is_heeded", says="the generation config's sampling is used")
-class takes_the_generation_configs_temperature(SoundBackend):
+class takes_the_generation_configs_temperature(CorrectBackend):
     """A request with the default temperature is sampled at that of generation_config.json."""
 
     def __init__(self, config: EngineConfig) -> None:
@@ -494,7 +494,7 @@ def passes_on_a_few_stop_ids(request: GenerateRequest) -> GenerateRequest:
 
 
 @mutant("sampling/greedy_follows_the_frequency_penalty", says="below the best after penalties and bias")
-class forgets_what_was_drawn_long_ago(SoundBackend):
+class forgets_what_was_drawn_long_ago(CorrectBackend):
     """A frequency penalty ignores tokens more than 64 positions back."""
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
@@ -566,7 +566,7 @@ def labels_a_token_before_its_time(request: GenerateRequest, result: GenerateRes
 
 
 @mutant("weight_sync/frozen_requests_go_on_where_they_were", says="on the cache that the old ones")
-class retracts_what_it_freezes_in_place(SoundBackend):
+class retracts_what_it_freezes_in_place(CorrectBackend):
     """A request frozen in place loses its cache, which the new weights recompute."""
 
     async def freeze(self, mode: PauseMode) -> None:

@@ -15,7 +15,7 @@ from drivetrain.types.capability import Capability
 from drivetrain.types.config import EngineConfig, Task
 from drivetrain.types.weights import CommitUpdate, WeightManifest, WeightMessage, WeightReply
 from drivetrain_conformance.mutants.registry import mixed, mutant, spoiled_backend
-from drivetrain_conformance.mutants.spoil import SoundBackend, config_mutant
+from drivetrain_conformance.mutants.spoil import CorrectBackend, config_mutant
 from drivetrain_weight_sync.tensors.dtypes import nbytes_of
 
 # Settings ------------------------------------------------------------------------------------------------------------
@@ -52,7 +52,7 @@ def drops_the_dtype(_: EngineConfig) -> Mapping[str, object]:
 
 
 @mutant("lifecycle/off_the_main_thread", says="times those of weights rounded to float16")
-class serves_bfloat16_for_float16(SoundBackend):
+class serves_bfloat16_for_float16(CorrectBackend):
     """An engine that was asked for float16 serves bfloat16, and reports float16."""
 
     def __init__(self, config: EngineConfig) -> None:
@@ -73,7 +73,7 @@ class serves_bfloat16_for_float16(SoundBackend):
 
 
 @mutant("lifecycle/off_the_main_thread", says="it reports float16, and holds {'float32'}")
-class holds_float32_for_float16(SoundBackend):
+class holds_float32_for_float16(CorrectBackend):
     """An engine that was asked for float16 holds its weights in float32, which takes twice the memory."""
 
     async def weight_manifest(self) -> WeightManifest:
@@ -86,7 +86,7 @@ class holds_float32_for_float16(SoundBackend):
 
 
 @mutant("lifecycle/a_life", says="nats")
-class reads_the_last_chunk_of_a_prompt(SoundBackend):
+class reads_the_last_chunk_of_a_prompt(CorrectBackend):
     """The model sees only the last step's tokens of a prompt longer than max_num_batched_tokens."""
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
@@ -99,7 +99,7 @@ class reads_the_last_chunk_of_a_prompt(SoundBackend):
 
 
 @mutant("lifecycle/a_life", says="nats below the most likely one")
-class reads_long_prompts_whole_only_to_score(SoundBackend):
+class reads_long_prompts_whole_only_to_score(CorrectBackend):
     """Without prompt logprobs, the model sees only the end of a prompt longer than max_num_batched_tokens."""
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
@@ -110,7 +110,7 @@ class reads_long_prompts_whole_only_to_score(SoundBackend):
 
 
 @mutant("lifecycle/a_life", says="the progress callback was called in another thread")
-class reports_from_another_thread(SoundBackend):
+class reports_from_another_thread(CorrectBackend):
     """Inline, the stages of a start are reported from a thread."""
 
     async def start(self, report: Callable[[str], None]) -> ModelInfo:
@@ -129,7 +129,7 @@ def drops_max_num_seqs(_: EngineConfig) -> Mapping[str, object]:
 
 
 @mutant("lifecycle/a_life", says="requests ran at once, where max_num_seqs is 20")
-class does_not_count_requests_with_an_adapter(SoundBackend):
+class does_not_count_requests_with_an_adapter(CorrectBackend):
     """max_num_seqs limits the concurrent requests to the base only."""
 
     def __init__(self, config: EngineConfig) -> None:
@@ -153,7 +153,7 @@ def trusts_remote_code(_: EngineConfig) -> Mapping[str, object]:
 
 
 @mutant("lifecycle/a_life", says="streams made their first tokens at once, where max_num_seqs is 20")
-class says_that_others_wait(SoundBackend):
+class says_that_others_wait(CorrectBackend):
     """max_num_seqs does not limit concurrent requests, and stats() reports the excess as waiting."""
 
     def __init__(self, config: EngineConfig) -> None:
@@ -185,7 +185,7 @@ def drops_engine_kwargs(_: EngineConfig) -> Mapping[str, object]:
 
 
 @mutant("lifecycle/a_life", says="times those of weights rounded to bfloat16")
-class is_less_precise_than_its_dtype(SoundBackend):
+class is_less_precise_than_its_dtype(CorrectBackend):
     """Errors in bfloat16 are more than twice those of rounding, and each is within its tolerance."""
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
@@ -197,7 +197,7 @@ class is_less_precise_than_its_dtype(SoundBackend):
 
 
 @mutant("sessions/without_prefix_caching_nothing_is_found", says="more bytes of KV cache")
-class keeps_prefixes_that_it_may_not_use(SoundBackend):
+class keeps_prefixes_that_it_may_not_use(CorrectBackend):
     """With enable_prefix_caching=False the KV cache keeps prompts, and stats() says so; cached_tokens is 0."""
 
     def __init__(self, config: EngineConfig) -> None:
@@ -219,7 +219,7 @@ def drops_the_first_version(_: EngineConfig) -> Mapping[str, object]:
 
 
 @mutant("pause/in_place_freezes_requests_in_flight", says="frozen requests it counts")
-class counts_requests_twice(SoundBackend):
+class counts_requests_twice(CorrectBackend):
     """A running request is also counted as waiting."""
 
     async def stats(self) -> EngineStats:
@@ -228,7 +228,7 @@ class counts_requests_twice(SoundBackend):
 
 
 @mutant("sleep/the_memory_of_weights_comes_back", says="awake, the engine says that it holds")
-class counts_weights_twice(SoundBackend):
+class counts_weights_twice(CorrectBackend):
     """The reported memory of the weights is twice the real one."""
 
     async def stats(self) -> EngineStats:
@@ -237,7 +237,7 @@ class counts_weights_twice(SoundBackend):
 
 
 @mutant("sleep/no_prefix_is_found_after_a_sleep", says="of KV cache")
-class does_not_count_prefixes(SoundBackend):
+class does_not_count_prefixes(CorrectBackend):
     """The reported memory of the KV cache leaves out the prompts that were kept."""
 
     async def stats(self) -> EngineStats:
@@ -246,7 +246,7 @@ class does_not_count_prefixes(SoundBackend):
 
 
 @mutant("weight_sync/tied_weights_are_pushed_once_and_used_twice", says="bytes of weights, where all are")
-class counts_tied_weights_twice(SoundBackend):
+class counts_tied_weights_twice(CorrectBackend):
     """The reported memory of a model with tied weights has them under both names."""
 
     async def stats(self) -> EngineStats:
@@ -257,7 +257,7 @@ class counts_tied_weights_twice(SoundBackend):
 
 
 @mutant("weight_sync/many_pushes_in_process_leave_nothing_behind", says="left behind: threads: ['MainThread'")
-class leaves_threads_of_a_common_name(SoundBackend):
+class leaves_threads_of_a_common_name(CorrectBackend):
     """Each update leaves a thread, with the name of another thread of the process."""
 
     async def receive_weights(self, message: WeightMessage) -> WeightReply:
@@ -270,7 +270,7 @@ class leaves_threads_of_a_common_name(SoundBackend):
 # Embeddings ----------------------------------------------------------------------------------------------------------
 
 
-class _Embedding(SoundBackend):
+class _Embedding(CorrectBackend):
     """A backend that embeds without its engine."""
 
     def __init__(self, config: EngineConfig) -> None:
@@ -312,7 +312,7 @@ def embeds_by_the_mean(backend: type[Backend]) -> type[Backend]:
 def keeps_vectors_over_an_update(backend: type[Backend]) -> type[Backend]:
     """A prompt's vector is kept, also when the weights have changed."""
 
-    class Wrong(SoundBackend):
+    class Wrong(CorrectBackend):
         """Keeps every vector."""
 
         def __init__(self, config: EngineConfig) -> None:
@@ -334,7 +334,7 @@ def keeps_vectors_over_an_update(backend: type[Backend]) -> type[Backend]:
 def scores_without_the_last_token(backend: type[Backend]) -> type[Backend]:
     """A sequence's score is that of the sequence without its last token."""
 
-    class Wrong(SoundBackend):
+    class Wrong(CorrectBackend):
         """Leaves a token out."""
 
         async def reward_score(self, sequences: list[list[int]]) -> list[float]:

@@ -16,7 +16,7 @@ from drivetrain.types.config import EngineConfig
 from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain.types.outputs import FinishReason
 from drivetrain_conformance.mutants.registry import backend_mutants, mutant, spoiled_backend
-from drivetrain_conformance.mutants.spoil import KnowingRequests, SoundBackend, answering, cut, resubmitting
+from drivetrain_conformance.mutants.spoil import CorrectBackend, KnowingRequests, answering, cut, resubmitting
 
 # Abort ---------------------------------------------------------------------------------------------------------------
 
@@ -34,7 +34,7 @@ aborted_mutant = backend_mutants(_aborting)
 
 
 @mutant("abort/a_prompts_samples_end_together_or_one_by_one", says="assert")
-class aborts_nothing(SoundBackend):
+class aborts_nothing(CorrectBackend):
     """An abort is acknowledged, and the requests go on to their end."""
 
     async def abort(self, request_ids: list[str]) -> None:
@@ -73,7 +73,7 @@ class aborts_everything(KnowingRequests):
 
 
 @mutant("pause/abort_ends_what_was_retracted", says="nats off")
-class shifts_the_logprobs_of_what_was_frozen(SoundBackend):
+class shifts_the_logprobs_of_what_was_frozen(CorrectBackend):
     """A request that is aborted while it is frozen comes back with the logprobs of the tokens before."""
 
     is_frozen = False
@@ -94,7 +94,7 @@ class shifts_the_logprobs_of_what_was_frozen(SoundBackend):
 
 
 @mutant("pause/a_request_frozen_in_place_can_be_aborted", says="hangs")
-class aborts_the_frozen_for_ever(SoundBackend):
+class aborts_the_frozen_for_ever(CorrectBackend):
     """An abort waits for the last step of its requests, which frozen ones never make."""
 
     def __init__(self, config: EngineConfig) -> None:
@@ -119,7 +119,7 @@ class aborts_the_frozen_for_ever(SoundBackend):
 
 
 @mutant("pause/no_token_is_made_while_frozen_in_place", says="tokens were made while the request was frozen (in_place)")
-class goes_on_generating_in_place(SoundBackend):
+class goes_on_generating_in_place(CorrectBackend):
     """A pause in place holds arrivals, and what is in flight goes on."""
 
     async def freeze(self, mode: PauseMode) -> None:
@@ -128,7 +128,7 @@ class goes_on_generating_in_place(SoundBackend):
 
 
 @mutant("pause/in_place_freezes_requests_in_flight", says="requests frozen in the batch it counts")
-class counts_the_frozen_as_waiting(SoundBackend):
+class counts_the_frozen_as_waiting(CorrectBackend):
     """Requests that are frozen in place are counted as waiting, not as running."""
 
     frozen = False
@@ -149,7 +149,7 @@ class counts_the_frozen_as_waiting(SoundBackend):
 
 
 @mutant("pause/one_freeze_can_follow_the_other", says="if retracted last")
-class retracts_nothing_that_is_frozen(SoundBackend):
+class retracts_nothing_that_is_frozen(CorrectBackend):
     """A retraction of requests that are frozen in place changes nothing."""
 
     frozen = False
@@ -168,7 +168,7 @@ class retracts_nothing_that_is_frozen(SoundBackend):
     "weight_sync/retracted_requests_go_on_with_the_new_weights",
     says="a token of the second span was not made by the new weights",
 )
-class keeps_the_cache_of_the_retracted(SoundBackend):
+class keeps_the_cache_of_the_retracted(CorrectBackend):
     """A pause with retraction keeps the cache: what goes on later goes on with keys of older weights."""
 
     async def freeze(self, mode: PauseMode) -> None:
@@ -230,7 +230,7 @@ class takes_any_pause_mode(InferenceEngine):
 
 
 @mutant("sleep/the_memory_of_the_cache_comes_back", says="MiB came back, of")
-class gives_no_memory_back(SoundBackend):
+class gives_no_memory_back(CorrectBackend):
     """Sleep is acknowledged, and all memory stays where it is."""
 
     async def sleep(self, tags: frozenset[MemoryTag]) -> None:
@@ -241,7 +241,7 @@ class gives_no_memory_back(SoundBackend):
 
 
 @mutant("sleep/the_memory_of_the_cache_comes_back", says="MiB came back, of")
-class gives_half_of_the_memory_back(SoundBackend):
+class gives_half_of_the_memory_back(CorrectBackend):
     """While the cache sleeps, half of its memory is held for something else."""
 
     def __init__(self, config: EngineConfig) -> None:
@@ -259,7 +259,7 @@ class gives_half_of_the_memory_back(SoundBackend):
 
 
 @mutant("sleep/half_awake_can_sleep_again", says="bytes of weights with it")
-class wakes_weights_with_the_cache(SoundBackend):
+class wakes_weights_with_the_cache(CorrectBackend):
     """Waking the cache takes the memory of weights that are asleep too."""
 
     asleep = False
@@ -275,7 +275,7 @@ class wakes_weights_with_the_cache(SoundBackend):
 
 
 @mutant("sleep/many_cycles_of_the_cache_hold_no_more_memory", says="more bytes of memory")
-class leaks_memory_at_each_sleep(SoundBackend):
+class leaks_memory_at_each_sleep(CorrectBackend):
     """Each cycle of sleep and wake-up costs a few megabytes for good."""
 
     def __init__(self, config: EngineConfig) -> None:
@@ -302,7 +302,7 @@ class serves_while_its_cache_sleeps(Controller):
 @mutant(
     "sleep/kept_weights_come_back_as_they_were", says=("nats below the most likely one", "NaN or infinite logits")
 )  # memory may hold either
-class says_that_it_keeps_weights(SoundBackend):
+class says_that_it_keeps_weights(CorrectBackend):
     """It claims that weights which slept come back by themselves, and they come back as anything."""
 
     def __init__(self, config: EngineConfig) -> None:

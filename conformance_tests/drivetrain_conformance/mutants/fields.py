@@ -13,8 +13,8 @@ from drivetrain.types.config import EngineConfig
 from drivetrain.types.outputs import FinishReason
 from drivetrain_conformance.mutants.registry import mutant
 from drivetrain_conformance.mutants.spoil import (
+    CorrectBackend,
     KnowingEos,
-    SoundBackend,
     after,
     joined,
     params_mutant,
@@ -161,7 +161,7 @@ def takes_frequency_for_presence(request: GenerateRequest) -> Mapping[str, objec
 
 
 @mutant("sampling/greedy_follows_the_frequency_penalty", says="below the best after penalties and bias")
-class counts_a_token_eight_times(SoundBackend):
+class counts_a_token_eight_times(CorrectBackend):
     """The frequency penalty counts each token at most eight times."""
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
@@ -189,7 +189,7 @@ def gives_all_samples_one_seed(request: GenerateRequest) -> GenerateRequest:
 
 
 @mutant("sampling/another_seed_draws_otherwise", says="tokens later what the other does")
-class adds_the_step_to_the_seed(SoundBackend):
+class adds_the_step_to_the_seed(CorrectBackend):
     """A token's random number depends on the sum of seed and step, so that sample i + 1 repeats sample i."""
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
@@ -214,7 +214,7 @@ def always_draws_the_same(request: GenerateRequest) -> GenerateRequest:
 
 
 @mutant("sampling/without_a_seed_nothing_repeats", says="two of these were drawn alike")
-class repeats_draws_in_large_batches(SoundBackend):
+class repeats_draws_in_large_batches(CorrectBackend):
     """A request without a seed, in a batch of more than 32, draws as the one 32 places before it does."""
 
     beside = 0
@@ -233,7 +233,7 @@ class repeats_draws_in_large_batches(SoundBackend):
 
 
 @mutant("sampling/another_seed_draws_otherwise", says="two of these were drawn alike")
-class repeats_seeds_in_large_batches(SoundBackend):
+class repeats_seeds_in_large_batches(CorrectBackend):
     """A request with a seed, in a batch of more than 32, draws as the one 32 places before it does."""
 
     def __init__(self, config: EngineConfig) -> None:
@@ -253,7 +253,7 @@ class repeats_seeds_in_large_batches(SoundBackend):
 
 
 @mutant("sampling/a_seed_fixes_the_output", says="3 of 4 outputs differ")
-class seeds_by_place_in_the_batch(SoundBackend):
+class seeds_by_place_in_the_batch(CorrectBackend):
     """A seeded draw depends on the number of concurrent requests."""
 
     beside = 0

@@ -20,7 +20,7 @@ from drivetrain.types.config import EngineConfig
 from drivetrain.types.outputs import Completion, FinishReason, VersionSpan
 from drivetrain.types.prompts import TextPrompt
 from drivetrain_conformance.mutants.registry import mutant
-from drivetrain_conformance.mutants.spoil import SoundBackend, completions_mutant, cut, deltas_mutant, result_mutant
+from drivetrain_conformance.mutants.spoil import CorrectBackend, completions_mutant, cut, deltas_mutant, result_mutant
 
 
 @result_mutant("generate/at_most_max_new_tokens", says="assert len(completion.token_ids) <= count")
@@ -67,7 +67,7 @@ def says_length_for_stop(request: GenerateRequest, result: GenerateResult) -> Ge
     return dataclasses.replace(result, finish_reason=FinishReason.LENGTH, matched_stop=None)
 
 
-class _Reading(SoundBackend):
+class _Reading(CorrectBackend):
     """A backend that has the tokenizer."""
 
     def __init__(self, config: EngineConfig) -> None:
@@ -141,7 +141,7 @@ def returns_completions_as_they_end(completions: list[Completion]) -> list[Compl
 
 
 @mutant("generate/calls_at_once_do_not_mix", says="nats below the most likely one")
-class hands_results_to_the_wrong_caller(SoundBackend):
+class hands_results_to_the_wrong_caller(CorrectBackend):
     """The first result goes to who asked last: requests that run together get each other's tokens."""
 
     def __init__(self, config: EngineConfig) -> None:
@@ -161,7 +161,7 @@ class hands_results_to_the_wrong_caller(SoundBackend):
 
 
 @mutant("generate/at_most_max_new_tokens", says="hangs")
-class never_ends_after_one_token(SoundBackend):
+class never_ends_after_one_token(CorrectBackend):
     """A request for one token, which the prefill already answers, never ends."""
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
@@ -172,7 +172,7 @@ class never_ends_after_one_token(SoundBackend):
 
 
 @mutant("generate/cancelling_a_call_ends_its_requests", says="requests of a cancelled call are still there")
-class goes_on_after_its_caller_left(SoundBackend):
+class goes_on_after_its_caller_left(CorrectBackend):
     """A cancelled call leaves its request running in the engine."""
 
     def __init__(self, config: EngineConfig) -> None:
@@ -186,7 +186,7 @@ class goes_on_after_its_caller_left(SoundBackend):
         return await asyncio.shield(task)
 
 
-class _Misreading(SoundBackend):
+class _Misreading(CorrectBackend):
     """Base class of mutants that read something else from a model's config.json."""
 
     def __init__(self, config: EngineConfig) -> None:
@@ -237,7 +237,7 @@ class scales_dynamic_frequencies_at_every_length(_Misreading):
 
 
 @mutant("sessions/an_answer_is_found_with_its_prompt", says="after an answer that ends at token")
-class keeps_the_last_token_of_an_answer(SoundBackend):
+class keeps_the_last_token_of_an_answer(CorrectBackend):
     """A block that an answer fills is cached although its last token was never run through the model."""
 
     def __init__(self, config: EngineConfig) -> None:

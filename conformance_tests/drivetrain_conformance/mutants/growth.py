@@ -25,7 +25,7 @@ from drivetrain.types.sampling import JsonSchema
 from drivetrain.types.weights import PrepareUpdate, ReleaseSources, WeightMessage, WeightReply
 from drivetrain_conformance.assets.weight_sources import tensors_of
 from drivetrain_conformance.mutants.registry import mutant
-from drivetrain_conformance.mutants.spoil import SoundBackend, arguments_mutant
+from drivetrain_conformance.mutants.spoil import CorrectBackend, arguments_mutant
 
 _LEAVES = "growth/requests_leave_nothing_behind"
 
@@ -34,7 +34,7 @@ def _contents(folder: Path) -> list[bytes]:
     return [file.read_bytes() for file in folder.glob("*.safetensors")]
 
 
-class _Keeping(SoundBackend):
+class _Keeping(CorrectBackend):
     """Has a list that keeps objects alive."""
 
     def __init__(self, config: EngineConfig) -> None:
@@ -66,7 +66,7 @@ class keeps_streams_that_were_closed_early(_Keeping):
 
 
 @mutant("lora/what_is_no_adapter_is_refused", says="descriptors grow while adapters are refused")
-class leaves_a_descriptor_to_each_refused_adapter(SoundBackend):
+class leaves_a_descriptor_to_each_refused_adapter(CorrectBackend):
     """A folder that is refused as an adapter stays open."""
 
     async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool) -> None:
@@ -76,7 +76,7 @@ class leaves_a_descriptor_to_each_refused_adapter(SoundBackend):
 
 
 @mutant(_LEAVES, says="more threads")
-class leaves_a_thread_to_each_stream(SoundBackend):
+class leaves_a_thread_to_each_stream(CorrectBackend):
     """The thread that reads a stream survives when the stream is closed."""
 
     def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
@@ -85,7 +85,7 @@ class leaves_a_thread_to_each_stream(SoundBackend):
 
 
 @mutant(_LEAVES, says="more descriptors")
-class leaves_a_descriptor_to_each_abort(SoundBackend):
+class leaves_a_descriptor_to_each_abort(CorrectBackend):
     """Each abort opens a file that is never closed."""
 
     async def abort(self, request_ids: list[str]) -> None:
@@ -94,7 +94,7 @@ class leaves_a_descriptor_to_each_abort(SoundBackend):
 
 
 @mutant(_LEAVES, says="more threads")
-class leaves_a_thread_to_each_pause(SoundBackend):
+class leaves_a_thread_to_each_pause(CorrectBackend):
     """The thread that freezes requests survives."""
 
     async def freeze(self, mode: PauseMode) -> None:
@@ -103,7 +103,7 @@ class leaves_a_thread_to_each_pause(SoundBackend):
 
 
 @mutant(_LEAVES, says="more tasks")
-class leaves_a_task_to_each_request(SoundBackend):
+class leaves_a_task_to_each_request(CorrectBackend):
     """Each request leaves a task in the trainer's event loop."""
 
     def __init__(self, config: EngineConfig) -> None:
@@ -121,7 +121,7 @@ class leaves_a_task_to_each_request(SoundBackend):
 
 
 @mutant(_LEAVES, says="more timers")
-class leaves_a_timer_to_each_request(SoundBackend):
+class leaves_a_timer_to_each_request(CorrectBackend):
     """Each request leaves a timer in the trainer's event loop, which holds the request."""
 
     def __init__(self, config: EngineConfig) -> None:
@@ -139,7 +139,7 @@ class leaves_a_timer_to_each_request(SoundBackend):
 
 
 @mutant("lifecycle/two_in_a_row_leave_nothing", says="left behind: temporary files")
-class leaves_a_file_to_each_save(SoundBackend):
+class leaves_a_file_to_each_save(CorrectBackend):
     """Saving a model leaves a temporary folder behind."""
 
     async def save_sharded(self, path: str) -> None:
@@ -160,7 +160,7 @@ class keeps_adapters_that_it_refused(_Keeping):
 
 
 @mutant("lifecycle/what_is_saved_is_what_is_served", says="the event loop stood still")
-class saves_in_the_event_loop(SoundBackend):
+class saves_in_the_event_loop(CorrectBackend):
     """Saving a model blocks the event loop."""
 
     async def save_sharded(self, path: str) -> None:
@@ -192,7 +192,7 @@ class keeps_the_cache_of_failed_requests(_Keeping):
 
 
 @mutant("weight_sync/many_pushes_on_one_host_leave_nothing_behind", says="the trainer's memory is still mapped")
-class keeps_the_trainers_memory_mapped(SoundBackend):
+class keeps_the_trainers_memory_mapped(CorrectBackend):
     """The memory that a trainer shared stays mapped when the trainer is done."""
 
     async def receive_weights(self, message: WeightMessage) -> WeightReply:
@@ -227,7 +227,7 @@ class keeps_a_matrix_asleep(_Keeping):
 
 
 @mutant("sleep/the_memory_of_weights_comes_back", says="asleep, it says that it holds")
-class counts_a_matrix_asleep(SoundBackend):
+class counts_a_matrix_asleep(CorrectBackend):
     """While the weights sleep, the smallest of their matrices is reported to be in memory."""
 
     is_asleep = False
@@ -250,7 +250,7 @@ _left: WeakKeyDictionary[asyncio.AbstractEventLoop, list[bytes]] = WeakKeyDictio
 
 
 @mutant("lifecycle/two_in_a_row_leave_nothing", says="a closed engine left")
-class keeps_the_weights_of_closed_engines(SoundBackend):
+class keeps_the_weights_of_closed_engines(CorrectBackend):
     """As many bytes as the weights have stay in memory when an engine is closed."""
 
     async def close(self) -> None:
@@ -269,7 +269,7 @@ class keeps_unloaded_adapters(_Keeping):
 
 
 @mutant("weight_sync/going_back_to_earlier_weights_gives_their_answers", says="the event loop stood still")
-class opens_checkpoints_in_the_event_loop(SoundBackend):
+class opens_checkpoints_in_the_event_loop(CorrectBackend):
     """An update blocks the event loop while its source is opened."""
 
     async def receive_weights(self, message: WeightMessage) -> WeightReply:
@@ -279,7 +279,7 @@ class opens_checkpoints_in_the_event_loop(SoundBackend):
 
 
 @mutant("weight_sync/going_back_to_earlier_weights_gives_their_answers", says="the event loop stood still")
-class takes_each_step_of_an_update_in_the_event_loop(SoundBackend):
+class takes_each_step_of_an_update_in_the_event_loop(CorrectBackend):
     """Each step of an update blocks the event loop for a short time."""
 
     async def receive_weights(self, message: WeightMessage) -> WeightReply:
@@ -288,7 +288,7 @@ class takes_each_step_of_an_update_in_the_event_loop(SoundBackend):
 
 
 @mutant("sleep/a_training_step", says="the event loop stood still")
-class wakes_in_the_event_loop(SoundBackend):
+class wakes_in_the_event_loop(CorrectBackend):
     """Each wake-up blocks the event loop for a short time."""
 
     async def wake_up(self, tags: frozenset[MemoryTag]) -> None:
@@ -297,7 +297,7 @@ class wakes_in_the_event_loop(SoundBackend):
 
 
 @mutant("growth/requests_do_not_hold_the_event_loop", says="the event loop stood still")
-class begins_requests_in_the_event_loop(SoundBackend):
+class begins_requests_in_the_event_loop(CorrectBackend):
     """Each request blocks the event loop for a short time."""
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
@@ -306,7 +306,7 @@ class begins_requests_in_the_event_loop(SoundBackend):
 
 
 @mutant("lora/a_name_may_come_back_as_another_adapter", says="the event loop stood still")
-class reads_adapters_in_the_event_loop(SoundBackend):
+class reads_adapters_in_the_event_loop(CorrectBackend):
     """The event loop is blocked while an adapter's files are read."""
 
     async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool) -> None:
@@ -315,7 +315,7 @@ class reads_adapters_in_the_event_loop(SoundBackend):
 
 
 @mutant("growth/requests_do_not_hold_the_event_loop", says="the event loop stood still")
-class waits_in_the_event_loop(SoundBackend):
+class waits_in_the_event_loop(CorrectBackend):
     """A request blocks the event loop by sleeping."""
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
@@ -324,7 +324,7 @@ class waits_in_the_event_loop(SoundBackend):
 
 
 @mutant("growth/requests_do_not_hold_the_event_loop", says="the event loop stood still")
-class reads_long_prompts_in_the_event_loop(SoundBackend):
+class reads_long_prompts_in_the_event_loop(CorrectBackend):
     """A request blocks the event loop for a quarter of a millisecond per token of its prompt."""
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
@@ -333,7 +333,7 @@ class reads_long_prompts_in_the_event_loop(SoundBackend):
 
 
 @mutant("growth/requests_do_not_hold_the_event_loop", says="the event loop stood still")
-class computes_in_the_event_loop(SoundBackend):
+class computes_in_the_event_loop(CorrectBackend):
     """A stream's first step blocks the event loop by computing."""
 
     def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
@@ -344,7 +344,7 @@ class computes_in_the_event_loop(SoundBackend):
 
 
 @mutant("growth/requests_do_not_hold_the_event_loop", says="an idle engine takes")
-class polls_while_idle(SoundBackend):
+class polls_while_idle(CorrectBackend):
     """A thread of the trainer's process asks again and again whether there is something to do."""
 
     def __init__(self, config: EngineConfig) -> None:
@@ -375,7 +375,7 @@ class tokenises_in_the_event_loop(InferenceEngine):
 
 
 @mutant("growth/requests_do_not_hold_the_event_loop", says="the event loop stood still")
-class compiles_in_the_event_loop(SoundBackend):
+class compiles_in_the_event_loop(CorrectBackend):
     """A large JSON schema is compiled in the event loop."""
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:

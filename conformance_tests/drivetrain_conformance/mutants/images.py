@@ -17,9 +17,9 @@ from drivetrain.types.outputs import Completion
 from drivetrain.types.prompts import ImageInput, MediaInput
 from drivetrain_conformance.mutants.registry import mutant
 from drivetrain_conformance.mutants.spoil import (
+    CorrectBackend,
     KnowingMedia,
     MixingMedia,
-    SoundBackend,
     completions_mutant,
     config_mutant,
     request_mutant,
@@ -44,7 +44,7 @@ class knows_images_by_their_ids(KnowingMedia):
 
 
 @mutant("multimodal/new_weights_see_an_image_anew", says=_BELOW)
-class keeps_what_old_weights_saw(SoundBackend):
+class keeps_what_old_weights_saw(CorrectBackend):
     """The features of an image that old weights made are used after an update."""
 
     def __init__(self, config: EngineConfig) -> None:
@@ -60,7 +60,7 @@ class keeps_what_old_weights_saw(SoundBackend):
 
 
 @mutant("multimodal/a_further_turn_adds_an_image", says=_BELOW)
-class sees_only_the_first_image(SoundBackend):
+class sees_only_the_first_image(CorrectBackend):
     """Every image of a prompt is taken for the first of its size."""
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
@@ -79,7 +79,7 @@ def swaps_rows_and_columns(request: GenerateRequest) -> GenerateRequest:
 
 
 @mutant("multimodal/an_image_is_seen_as_the_model_sees_it", says=("less often", "places", "tokens"))
-class counts_a_place_too_few(SoundBackend):
+class counts_a_place_too_few(CorrectBackend):
     """An image's placeholder is repeated once less than the model expects."""
 
     async def read_media(self, media: tuple[MediaInput, ...]) -> list[ReadMedium]:
@@ -133,7 +133,7 @@ def fetches_from_private_hosts(config: EngineConfig) -> Mapping[str, object]:
     return {"media": config.media.model_copy(update={"allow_private_hosts": True})}
 
 
-class _Replacing(SoundBackend):
+class _Replacing(CorrectBackend):
     """Reads another image in place of some."""
 
     def replaced(self, image: ImageInput) -> ImageInput:
@@ -167,7 +167,7 @@ class fills_up_half_an_image(_Replacing):
 
 
 @mutant("multimodal/what_is_no_image_is_refused", says="expected InvalidRequest for prompts, but nothing was raised")
-class follows_redirects_to_files(SoundBackend):
+class follows_redirects_to_files(CorrectBackend):
     """A server may redirect to a file of the engine's machine."""
 
     async def read_media(self, media: tuple[MediaInput, ...]) -> list[ReadMedium]:

@@ -24,7 +24,7 @@ from drivetrain.types.prompts import PromptLike
 from drivetrain.types.sampling import SamplingParams
 from drivetrain.types.weights import DiskSource, PrepareUpdate, WeightMessage, WeightReply
 from drivetrain_conformance.mutants.registry import mixed, mutant, spoiled_engine
-from drivetrain_conformance.mutants.spoil import SoundBackend, arguments_mutant, fifos_in, waits_in_open
+from drivetrain_conformance.mutants.spoil import CorrectBackend, arguments_mutant, fifos_in, waits_in_open
 
 
 @arguments_mutant(
@@ -180,7 +180,7 @@ class quotes_whole_names(quotes_whole_values):
 @mutant(
     "errors/an_unknown_configuration_field_is_refused_with_its_likely_name", says="the error repeats what may be a key"
 )
-class quotes_all_options(SoundBackend):
+class quotes_all_options(CorrectBackend):
     """An error about the configuration repeats the options for the engine, of which one may be a key."""
 
     @classmethod
@@ -253,7 +253,7 @@ class takes_a_fifo_for_no_weights(InferenceEngine):
     "weight_sync/a_bad_folder_is_refused_and_the_engine_serves_on",
     says="a thread waits in open() for a FIFO in place of a file",
 )
-class waits_in_open_for_weights(SoundBackend):
+class waits_in_open_for_weights(CorrectBackend):
     """A FIFO among a checkpoint's files is refused, but a thread waits in open() for a writer."""
 
     async def receive_weights(self, message: WeightMessage) -> WeightReply:

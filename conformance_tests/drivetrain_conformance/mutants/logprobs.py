@@ -12,7 +12,7 @@ from drivetrain.types.config import EngineConfig
 from drivetrain.types.outputs import TopLogprobs
 from drivetrain.types.sampling import LogprobsMode
 from drivetrain_conformance.mutants.registry import backend_mutants, mutant
-from drivetrain_conformance.mutants.spoil import SoundBackend, answering, request_mutant, result_mutant
+from drivetrain_conformance.mutants.spoil import CorrectBackend, answering, request_mutant, result_mutant
 
 _ChangeTop = Callable[[int, float, TopLogprobs], TopLogprobs]
 """Returns a wrong list of top logprobs, given a token, its logprob and the right list."""
@@ -62,7 +62,7 @@ def _bfloat16(value: float) -> float:
 
 
 @mutant("logprob/raw_is_the_models_own_distribution", says="in mode raw at temperature 0.5 is")
-class gives_the_best_tokens_logprob(SoundBackend):
+class gives_the_best_tokens_logprob(CorrectBackend):
     """The logprob is that of the most likely token, whichever was sampled."""
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
@@ -140,7 +140,7 @@ def gives_ranks_unasked(request: GenerateRequest, result: GenerateResult) -> Gen
 
 
 @mutant("logprob/a_cached_prefix_changes_no_prompt_logprob", says="prompt token 1 has no logprob")
-class loses_cached_prompt_logprobs(SoundBackend):
+class loses_cached_prompt_logprobs(CorrectBackend):
     """Prompt tokens found in the cache have no logprobs."""
 
     def __init__(self, config: EngineConfig) -> None:
@@ -164,7 +164,7 @@ def samples_when_it_scores(request: GenerateRequest) -> GenerateRequest:
 
 
 @mutant("logprob/given_tokens_are_scored_and_none_is_sampled", says="no room for a token")
-class wants_room_to_score(SoundBackend):
+class wants_room_to_score(CorrectBackend):
     """A sequence that fills the context cannot be scored, as scoring generates a token after it."""
 
     async def start(self, report: Callable[[str], None]) -> ModelInfo:

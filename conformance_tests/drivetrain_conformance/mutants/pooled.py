@@ -10,17 +10,17 @@ from typing import TypeVar
 from drivetrain.backend.base import Backend
 from drivetrain.types.config import EngineConfig, Task
 from drivetrain_conformance.mutants.registry import mixed, mutant, spoiled_backend
-from drivetrain_conformance.mutants.spoil import SoundBackend, config_mutant
+from drivetrain_conformance.mutants.spoil import CorrectBackend, config_mutant
 
 _T = TypeVar("_T")
 _CUT = 512
 _AT_ONCE = 8192
 
 
-def pooling_changed(sound: type[Backend], change: Callable[[list[int]], list[int]]) -> type[Backend]:
+def pooling_changed(correct: type[Backend], change: Callable[[list[int]], list[int]]) -> type[Backend]:
     """Return a backend that changes each input that it embeds or scores."""
 
-    class Wrong(SoundBackend):
+    class Wrong(CorrectBackend):
         """Changes inputs."""
 
         async def embed(self, prompts: list[list[int]], dimensions: int | None) -> list[list[float]]:
@@ -29,7 +29,7 @@ def pooling_changed(sound: type[Backend], change: Callable[[list[int]], list[int
         async def reward_score(self, sequences: list[list[int]]) -> list[float]:
             return await super().reward_score([change(ids) for ids in sequences])
 
-    return mixed(sound, Wrong)
+    return mixed(correct, Wrong)
 
 
 @spoiled_backend(caught_by="embeddings/each_prompt_has_a_vector", says="cosines with the last tokens' states are")
@@ -45,7 +45,7 @@ def scores_the_last_512_tokens(backend: type[Backend]) -> type[Backend]:
 
 
 @mutant("score/scores_are_the_models", says="off [")
-class scores_before_padding(SoundBackend):
+class scores_before_padding(CorrectBackend):
     """A sequence that ends with the padding id has the score of the token before it."""
 
     async def reward_score(self, sequences: list[list[int]]) -> list[float]:
@@ -67,7 +67,7 @@ def _by_pass(inputs: Sequence[list[int]], made: list[_T]) -> list[_T]:
 
 
 @mutant("embeddings/a_batch_changes_no_vector", says="a number is off by")
-class returns_vectors_pass_by_pass(SoundBackend):
+class returns_vectors_pass_by_pass(CorrectBackend):
     """Vectors of a call that takes several forward passes come in the order of the passes."""
 
     async def embed(self, prompts: list[list[int]], dimensions: int | None) -> list[list[float]]:
@@ -75,14 +75,14 @@ class returns_vectors_pass_by_pass(SoundBackend):
 
 
 @mutant("score/a_batch_changes_no_score", says="off [")
-class returns_scores_pass_by_pass(SoundBackend):
+class returns_scores_pass_by_pass(CorrectBackend):
     """Scores of a call that takes several forward passes come in the order of the passes."""
 
     async def reward_score(self, sequences: list[list[int]]) -> list[float]:
         return _by_pass(sequences, await super().reward_score(sequences))
 
 
-class _Keeping(SoundBackend):
+class _Keeping(CorrectBackend):
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         self._kept: list[bytearray] = []
@@ -107,7 +107,7 @@ class keeps_what_it_scored(_Keeping):
 
 
 @mutant("embeddings/dimensions_shorten_a_vector", says="a number is off by")
-class shortens_without_scaling(SoundBackend):
+class shortens_without_scaling(CorrectBackend):
     """A shortened vector is the beginning of the whole one, shorter than 1."""
 
     async def embed(self, prompts: list[list[int]], dimensions: int | None) -> list[list[float]]:

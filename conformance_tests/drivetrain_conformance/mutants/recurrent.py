@@ -10,7 +10,7 @@ from drivetrain.backend.base import GenerateRequest, GenerateResult
 from drivetrain.types.config import EngineConfig
 from drivetrain.types.modes import MemoryTag
 from drivetrain_conformance.mutants.registry import mutant
-from drivetrain_conformance.mutants.spoil import KnowingRequests, SoundBackend
+from drivetrain_conformance.mutants.spoil import CorrectBackend, KnowingRequests
 
 _KINDS = ("mamba2", "falcon_h1", "qwen3_next")
 _COLUMNS = 128
@@ -28,7 +28,7 @@ def _derailed(result: GenerateResult, at: int) -> GenerateResult:
 
 
 @mutant("generate/mamba2_is_right_or_refused", says="nats below")
-class loses_states_where_buffers_grow(SoundBackend):
+class loses_states_where_buffers_grow(CorrectBackend):
     """A row's recurrent state is lost when its buffers grow."""
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
@@ -57,7 +57,7 @@ class moves_no_state_into_the_place_of_an_aborted_row(KnowingRequests):
 
 
 @mutant("generate/qwen3_next_is_right_or_refused", says="a plain forward pass gives")
-class rounds_states_between_steps(SoundBackend):
+class rounds_states_between_steps(CorrectBackend):
     """Recurrent states are rounded to bfloat16 between steps, in a model of float32."""
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
@@ -68,7 +68,7 @@ class rounds_states_between_steps(SoundBackend):
 
 
 @mutant("generate/qwen3_next_is_right_or_refused", says="nats below")
-class wakes_with_states_of_other_rows(SoundBackend):
+class wakes_with_states_of_other_rows(CorrectBackend):
     """The first row after a sleep begins with the state that another one left."""
 
     def __init__(self, config: EngineConfig) -> None:
@@ -85,7 +85,7 @@ class wakes_with_states_of_other_rows(SoundBackend):
         return _derailed(result, 0) if slept and _is_recurrent(self.config) else result
 
 
-class _KeepingPrompts(SoundBackend):
+class _KeepingPrompts(CorrectBackend):
     """Answers a prompt of a recurrent model that came before from the state that it left."""
 
     def __init__(self, config: EngineConfig) -> None:

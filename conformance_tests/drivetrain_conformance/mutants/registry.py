@@ -84,9 +84,9 @@ def registered_mutants() -> Mapping[str, Mutant]:
     return _registry
 
 
-def mixed(sound: type[_T], wrong: type[object]) -> type[_T]:
-    """Return a subclass of ``sound`` whose methods ``wrong`` overrides."""
-    return cast(type[_T], type(wrong.__name__, (wrong, sound), {"__doc__": wrong.__doc__}))
+def mixed(correct: type[_T], wrong: type[object]) -> type[_T]:
+    """Return a subclass of ``correct`` whose methods ``wrong`` overrides."""
+    return cast(type[_T], type(wrong.__name__, (wrong, correct), {"__doc__": wrong.__doc__}))
 
 
 def _overriding(wrong: Any) -> Mapping[str, object]:

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Mapping
 from drivetrain.backend.base import GenerateRequest, GenerateResult, TokenDelta
 from drivetrain.types.sampling_mask import SamplingMask
 from drivetrain_conformance.mutants.registry import mutant
-from drivetrain_conformance.mutants.spoil import SoundBackend, deltas_mutant, params_mutant, result_mutant
+from drivetrain_conformance.mutants.spoil import CorrectBackend, deltas_mutant, params_mutant, result_mutant
 
 _Deltas = AsyncGenerator[TokenDelta, None]
 
@@ -42,7 +42,7 @@ def drops_the_last_id_of_a_mask(request: GenerateRequest, result: GenerateResult
 
 
 @mutant("sampling_mask/a_mask_holds_what_min_p_leaves", says="ids that could not be drawn")
-class forgets_min_p_in_masks(SoundBackend):
+class forgets_min_p_in_masks(CorrectBackend):
     """The first token's mask is that of a request without min_p."""
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:

@@ -10,11 +10,11 @@ from drivetrain.backend.base import GenerateRequest, GenerateResult
 from drivetrain.types.config import EngineConfig
 from drivetrain.types.token_scores import Scoring, TokenScores
 from drivetrain_conformance.mutants.registry import mutant
-from drivetrain_conformance.mutants.spoil import SoundBackend, request_mutant, result_mutant
+from drivetrain_conformance.mutants.spoil import CorrectBackend, request_mutant, result_mutant
 
 
 @mutant("scoring/scores_are_of_the_temperature", says="at temperature 0.5 is")
-class scores_without_the_temperature(SoundBackend):
+class scores_without_the_temperature(CorrectBackend):
     """Scores are those of the model's own distribution, labelled with the temperature."""
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
@@ -82,7 +82,7 @@ def scores_the_first_positions(request: GenerateRequest) -> GenerateRequest:
 
 
 @mutant("scoring/cached_prefixes_lose_no_position", says="other scores")
-class loses_the_positions_of_cached_prefixes(SoundBackend):
+class loses_the_positions_of_cached_prefixes(CorrectBackend):
     """Positions whose tokens are in the prefix cache have no scores."""
 
     def __init__(self, config: EngineConfig) -> None:
@@ -100,7 +100,7 @@ class loses_the_positions_of_cached_prefixes(SoundBackend):
 
 
 @mutant("scoring/scores_are_of_the_weights_that_are_served", says="the logprob of its own token")
-class remembers_scores(SoundBackend):
+class remembers_scores(CorrectBackend):
     """The logprobs of a sequence's own tokens are computed once, and given again after a weight update."""
 
     def __init__(self, config: EngineConfig) -> None:
@@ -123,7 +123,7 @@ def scores_without_the_adapter(request: GenerateRequest) -> GenerateRequest:
 
 
 @mutant("scoring/sequences_of_many_chunks_are_scored_whole", says="the logprob of its own token")
-class forgets_earlier_chunks(SoundBackend):
+class forgets_earlier_chunks(CorrectBackend):
     """The last position of a sequence of several chunks is scored as if the sequence began with its last chunk."""
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:

@@ -12,7 +12,13 @@ from drivetrain.backend.base import GenerateRequest, GenerateResult, ReadMedium
 from drivetrain.types.config import EngineConfig, MediaLimits
 from drivetrain.types.prompts import AudioInput, MediaInput
 from drivetrain_conformance.mutants.registry import mutant
-from drivetrain_conformance.mutants.spoil import KnowingMedia, MixingMedia, SoundBackend, config_mutant, request_mutant
+from drivetrain_conformance.mutants.spoil import (
+    CorrectBackend,
+    KnowingMedia,
+    MixingMedia,
+    config_mutant,
+    request_mutant,
+)
 
 _BELOW: Final = ("nats below the most likely", "from those of the model")
 _RATE: Final = 16_000
@@ -45,7 +51,7 @@ class knows_sounds_by_their_ids(KnowingMedia):
 
 
 @mutant("multimodal/a_sound_of_another_rate_is_resampled", says="takes other tokens")
-class ignores_the_sampling_rate(SoundBackend):
+class ignores_the_sampling_rate(CorrectBackend):
     """The samples of every sound are taken for samples at the model's own rate."""
 
     async def read_media(self, media: tuple[MediaInput, ...]) -> list[ReadMedium]:
@@ -57,7 +63,7 @@ class ignores_the_sampling_rate(SoundBackend):
 
 
 @mutant("multimodal/new_weights_hear_a_sound_anew", says=_BELOW)
-class keeps_what_old_weights_heard(SoundBackend):
+class keeps_what_old_weights_heard(CorrectBackend):
     """The answer about a sound that old weights gave is given after an update."""
 
     def __init__(self, config: EngineConfig) -> None:

@@ -27,48 +27,48 @@ from drivetrain_conformance.mutants.registry import backend_mutants, engine_muta
 ChangeRequest = Callable[[GenerateRequest], GenerateRequest]
 
 
-class SoundBackend(Backend):
-    """Base class of mutants of a backend: ``super()`` leads to the sound backend, even from abstract methods."""
+class CorrectBackend(Backend):
+    """Base class of mutants of a backend: ``super()`` leads to the correct backend, even from abstract methods."""
 
     @classmethod
     def capabilities(cls, config: EngineConfig) -> frozenset[Capability]:
-        """Return the sound backend's capabilities."""
+        """Return the correct backend's capabilities."""
         return super().capabilities(config)
 
     async def start(self, report: Callable[[str], None]) -> ModelInfo:
-        """Start the sound backend."""
+        """Start the correct backend."""
         return await super().start(report)  # type: ignore[safe-super]
 
     async def close(self) -> None:
-        """Close the sound backend."""
+        """Close the correct backend."""
         await super().close()  # type: ignore[safe-super]
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """Generate with the sound backend."""
+        """Generate with the correct backend."""
         return await super().generate(request)
 
     async def stats(self) -> EngineStats:
-        """Return the sound backend's stats."""
+        """Return the correct backend's stats."""
         return await super().stats()  # type: ignore[safe-super]
 
 
-def claiming(sound: type[Backend], *capabilities: Capability) -> type[Backend]:
+def claiming(correct: type[Backend], *capabilities: Capability) -> type[Backend]:
     """Return a backend that claims further capabilities."""
 
-    class Wrong(SoundBackend):
+    class Wrong(CorrectBackend):
         """Claims capabilities that it may lack."""
 
         @classmethod
         def capabilities(cls, config: EngineConfig) -> frozenset[Capability]:
             return super().capabilities(config) | set(capabilities)
 
-    return mixed(sound, Wrong)
+    return mixed(correct, Wrong)
 
 
-def asking(sound: type[Backend], change: ChangeRequest) -> type[Backend]:
+def asking(correct: type[Backend], change: ChangeRequest) -> type[Backend]:
     """Return a backend that changes each request before its engine gets it."""
 
-    class Wrong(SoundBackend):
+    class Wrong(CorrectBackend):
         """Changes each request."""
 
         async def generate(self, request: GenerateRequest) -> GenerateResult:
@@ -77,36 +77,38 @@ def asking(sound: type[Backend], change: ChangeRequest) -> type[Backend]:
         def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
             return super().stream(change(request))
 
-    return mixed(sound, Wrong)
+    return mixed(correct, Wrong)
 
 
-def asking_for_params(sound: type[Backend], change: Callable[[GenerateRequest], Mapping[str, object]]) -> type[Backend]:
+def asking_for_params(
+    correct: type[Backend], change: Callable[[GenerateRequest], Mapping[str, object]]
+) -> type[Backend]:
     """Return a backend that changes sampling params: ``change`` returns the fields to replace."""
 
     def changed(request: GenerateRequest) -> GenerateRequest:
         return dataclasses.replace(request, params=request.params.model_copy(update=dict(change(request))))
 
-    return asking(sound, changed)
+    return asking(correct, changed)
 
 
-def asking_in_streams(sound: type[Backend], change: ChangeRequest) -> type[Backend]:
+def asking_in_streams(correct: type[Backend], change: ChangeRequest) -> type[Backend]:
     """Return a backend that changes the requests of streams only."""
 
-    class Wrong(SoundBackend):
+    class Wrong(CorrectBackend):
         """Changes each streamed request."""
 
         def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
             return super().stream(change(request))
 
-    return mixed(sound, Wrong)
+    return mixed(correct, Wrong)
 
 
 def answering(
-    sound: type[Backend], change: Callable[[GenerateRequest, GenerateResult], GenerateResult]
+    correct: type[Backend], change: Callable[[GenerateRequest, GenerateResult], GenerateResult]
 ) -> type[Backend]:
     """Return a backend that changes each result of its engine."""
 
-    class Wrong(SoundBackend):
+    class Wrong(CorrectBackend):
         """Changes each result."""
 
         async def generate(self, request: GenerateRequest) -> GenerateResult:
@@ -118,15 +120,15 @@ def answering(
                     result = None if delta.result is None else change(request, delta.result)
                     yield dataclasses.replace(delta, result=result)
 
-    return mixed(sound, Wrong)
+    return mixed(correct, Wrong)
 
 
 def streaming(
-    sound: type[Backend], change: Callable[[AsyncGenerator[TokenDelta, None]], AsyncGenerator[TokenDelta, None]]
+    correct: type[Backend], change: Callable[[AsyncGenerator[TokenDelta, None]], AsyncGenerator[TokenDelta, None]]
 ) -> type[Backend]:
     """Return a backend that changes the deltas of each stream."""
 
-    class Wrong(SoundBackend):
+    class Wrong(CorrectBackend):
         """Changes each stream."""
 
         async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
@@ -134,23 +136,23 @@ def streaming(
                 async for delta in changed:
                     yield delta
 
-    return mixed(sound, Wrong)
+    return mixed(correct, Wrong)
 
 
-def configured(sound: type[Backend], change: Callable[[EngineConfig], Mapping[str, object]]) -> type[Backend]:
+def configured(correct: type[Backend], change: Callable[[EngineConfig], Mapping[str, object]]) -> type[Backend]:
     """Return a backend that changes the configuration it is given: ``change`` returns the fields to replace."""
 
-    class Wrong(SoundBackend):
+    class Wrong(CorrectBackend):
         """Changes its configuration."""
 
         def __init__(self, config: EngineConfig) -> None:
             super().__init__(config.model_copy(update=dict(change(config))))
 
-    return mixed(sound, Wrong)
+    return mixed(correct, Wrong)
 
 
 def taking(
-    sound: type[InferenceEngine], change: Callable[[Mapping[str, object]], Mapping[str, object]]
+    correct: type[InferenceEngine], change: Callable[[Mapping[str, object]], Mapping[str, object]]
 ) -> type[InferenceEngine]:
     """Return an engine whose ``generate`` changes sampling params given as a mapping, before they are checked."""
 
@@ -162,11 +164,11 @@ def taking(
                 sampling_params = change(sampling_params)
             return await super().generate(prompts, sampling_params, **options)
 
-    return mixed(sound, Wrong)
+    return mixed(correct, Wrong)
 
 
 def returning(
-    sound: type[InferenceEngine], change: Callable[[list[Completion]], list[Completion]]
+    correct: type[InferenceEngine], change: Callable[[list[Completion]], list[Completion]]
 ) -> type[InferenceEngine]:
     """Return an engine whose ``generate`` changes the completions."""
 
@@ -176,7 +178,7 @@ def returning(
         async def generate(self, *prompts: Any, **options: Any) -> GenerationOutput:
             return GenerationOutput(change((await super().generate(*prompts, **options)).completions))
 
-    return mixed(sound, Wrong)
+    return mixed(correct, Wrong)
 
 
 request_mutant = backend_mutants(asking)
@@ -225,7 +227,7 @@ async def waits_in_open(fifo: Path) -> None:
     await asyncio.sleep(0.2)
 
 
-class KnowingRequests(SoundBackend):
+class KnowingRequests(CorrectBackend):
     """Base class of mutants that need to know which requests are in flight."""
 
     def __init__(self, config: EngineConfig) -> None:
@@ -233,12 +235,12 @@ class KnowingRequests(SoundBackend):
         self.flying: set[str] = set()
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """Generate with the sound backend."""
+        """Generate with the correct backend."""
         with self._noted(request):
             return await super().generate(request)
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
-        """Stream from the sound backend."""
+        """Stream from the correct backend."""
         with self._noted(request):
             async with aclosing(super().stream(request)) as deltas:
                 async for delta in deltas:
@@ -253,7 +255,7 @@ class KnowingRequests(SoundBackend):
             self.flying.discard(request.request_id)
 
 
-class KnowingMedia(SoundBackend):
+class KnowingMedia(CorrectBackend):
     """Answers a prompt whose ids were seen before with the media that it had then."""
 
     def __init__(self, config: EngineConfig) -> None:
@@ -265,7 +267,7 @@ class KnowingMedia(SoundBackend):
         return await super().generate(dataclasses.replace(request, media=media))
 
 
-class MixingMedia(SoundBackend):
+class MixingMedia(CorrectBackend):
     """Answers a request with the media of the first one in flight that is like it."""
 
     def __init__(self, config: EngineConfig) -> None:
@@ -285,13 +287,13 @@ class MixingMedia(SoundBackend):
             self._in_flight.remove(request)
 
 
-class KnowingEos(SoundBackend):
+class KnowingEos(CorrectBackend):
     """Base class of mutants that need to know the model's EOS ids."""
 
     eos: tuple[int, ...] = ()
 
     async def start(self, report: Callable[[str], None]) -> ModelInfo:
-        """Start the sound backend, and remember the EOS ids."""
+        """Start the correct backend, and remember the EOS ids."""
         info = await super().start(report)
         self.eos = info.eos_token_ids
         return info
@@ -341,7 +343,7 @@ def resubmitting(
     the request for what is left, and ``join`` puts both results together.
     """
 
-    class Wrong(SoundBackend):
+    class Wrong(CorrectBackend):
         """Keeps only the tokens of a frozen request."""
 
         def __init__(self, config: EngineConfig) -> None:

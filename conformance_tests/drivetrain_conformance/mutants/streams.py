@@ -16,7 +16,7 @@ from drivetrain.errors import DeadlineExceeded
 from drivetrain.types.config import EngineConfig
 from drivetrain.types.outputs import CompletionChunk, GenerationOutput
 from drivetrain_conformance.mutants.registry import mutant
-from drivetrain_conformance.mutants.spoil import SoundBackend, deltas_mutant
+from drivetrain_conformance.mutants.spoil import CorrectBackend, deltas_mutant
 
 _Deltas = AsyncGenerator[TokenDelta, None]
 
@@ -78,7 +78,7 @@ async def streams_logprobs_of_the_token_before(deltas: _Deltas) -> _Deltas:
 
 
 @mutant("streaming/closing_a_stream_ends_its_requests", says="requests of a stream that was closed are still there")
-class goes_on_after_a_stream_is_closed(SoundBackend):
+class goes_on_after_a_stream_is_closed(CorrectBackend):
     """Closing a stream early leaves its request running in the engine."""
 
     def __init__(self, config: EngineConfig) -> None:
@@ -87,10 +87,10 @@ class goes_on_after_a_stream_is_closed(SoundBackend):
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
         deltas: asyncio.Queue[TokenDelta] = asyncio.Queue()
-        sound = super().stream(request)
+        correct = super().stream(request)
 
         async def read() -> None:
-            async for delta in sound:
+            async for delta in correct:
                 deltas.put_nowait(delta)
 
         task = asyncio.create_task(read())
@@ -142,11 +142,11 @@ class times_a_stream_only_while_it_waits(InferenceEngine):
 
     async def generate_stream(self, *prompts: Any, **options: Any) -> AsyncGenerator[CompletionChunk, None]:
         begun, seconds = asyncio.get_running_loop().time(), options.pop("timeout", None)
-        sound = super().generate_stream(*prompts, **options)
+        correct = super().generate_stream(*prompts, **options)
         queue: asyncio.Queue[CompletionChunk | None] = asyncio.Queue()
 
         async def pump() -> None:
-            async with aclosing(sound) as chunks:
+            async with aclosing(correct) as chunks:
                 async for chunk in chunks:
                     queue.put_nowait(chunk)
 
@@ -175,4 +175,4 @@ class forgets_that_it_was_blocked(InferenceEngine):
             async with asyncio.timeout(options.get("timeout")):
                 return await super().generate(*prompts, **options)
         except TimeoutError as error:
-            raise DeadlineExceeded("waited for completions; they did not come") from error
+            raise DeadlineExceeded("timed out waiting for completions") from error

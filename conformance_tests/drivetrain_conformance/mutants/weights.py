@@ -42,13 +42,13 @@ from drivetrain.types.weights import (
 )
 from drivetrain_conformance.assets.weight_sources import tensors_of, write_checkpoint
 from drivetrain_conformance.mutants.registry import mutant
-from drivetrain_conformance.mutants.spoil import KnowingRequests, SoundBackend, result_mutant
+from drivetrain_conformance.mutants.spoil import CorrectBackend, KnowingRequests, result_mutant
 
 # What is loaded ------------------------------------------------------------------------------------------------------
 
 
 @mutant("weight_sync/what_arrives_otherwise_than_sent_is_found", says="a tensor that is not what was sent was accepted")
-class accepts_wrong_digests(SoundBackend):
+class accepts_wrong_digests(CorrectBackend):
     """Received tensors are not compared with those that were sent."""
 
     # Its engine withdraws the update; what lies in memory gets the new version.
@@ -80,7 +80,7 @@ class serves_half_an_update(accepts_wrong_digests):
                 return await super().receive_weights(message)
 
 
-class _WavingThrough(SoundBackend):
+class _WavingThrough(CorrectBackend):
     """A backend that acknowledges the updates which its engine refuses with one kind of error."""
 
     error: type[DrivetrainError]
@@ -115,7 +115,7 @@ class accepts_nan(_WavingThrough):
 
 
 @mutant("weight_sync/a_checkpoint_folder_is_served", says="bfloat16")
-class refuses_narrower_floats(SoundBackend):
+class refuses_narrower_floats(CorrectBackend):
     """A folder in bfloat16 is refused where the engine holds float32, though nothing would be rounded."""
 
     async def receive_weights(self, message: WeightMessage) -> WeightReply:
@@ -128,7 +128,7 @@ class refuses_narrower_floats(SoundBackend):
 
 
 @mutant("weight_sync/going_back_to_earlier_weights_gives_their_answers", says="nats below the most likely one")
-class updates_nothing(SoundBackend):
+class updates_nothing(CorrectBackend):
     """An update is acknowledged step by step, and its version published; the weights stay what they were."""
 
     async def receive_weights(self, message: WeightMessage) -> WeightReply:
@@ -144,7 +144,7 @@ class updates_nothing(SoundBackend):
     "weight_sync/going_back_to_earlier_weights_gives_their_answers",
     says="expected NonFiniteLogits, but nothing was raised",
 )
-class answers_nan_with_a_token(SoundBackend):
+class answers_nan_with_a_token(CorrectBackend):
     """NaN logits end a request by its length, with one id, as the largest of NaN was found to be."""
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
@@ -155,7 +155,7 @@ class answers_nan_with_a_token(SoundBackend):
 
 
 @mutant("weight_sync/going_back_to_earlier_weights_gives_their_answers", says="the model gave NaN or infinite")
-class meets_nan_of_older_weights(SoundBackend):
+class meets_nan_of_older_weights(CorrectBackend):
     """Once logits were NaN, longer prompts meet what is left of it in the cache, under any weights."""
 
     unclean = False
@@ -172,7 +172,7 @@ class meets_nan_of_older_weights(SoundBackend):
 
 
 @mutant("weight_sync/no_prefix_of_older_weights_is_used", says="assert after.cached_tokens == 0")
-class uses_stale_prefixes(SoundBackend):
+class uses_stale_prefixes(CorrectBackend):
     """Cache entries made by older weights are used after an update."""
 
     async def reset_prefix_cache(self) -> None:
@@ -194,7 +194,7 @@ class keeps_prefixes_of_older_weights_while_requests_run(resets_prefixes_only_wh
 
 
 @mutant("weight_sync/a_tensor_of_zeros_is_reported", says="NaN is reported in (), infinity in ()")
-class overlooks_infinity(SoundBackend):
+class overlooks_infinity(CorrectBackend):
     """validate_weights() reports NaN, and no infinity."""
 
     async def validate_weights(self) -> WeightReport:
@@ -202,7 +202,7 @@ class overlooks_infinity(SoundBackend):
 
 
 @mutant("lifecycle/requests_run_on_during_a_save", says="tokens came while an update was staged")
-class stands_still_while_it_prepares(SoundBackend):
+class stands_still_while_it_prepares(CorrectBackend):
     """Requests make no token while the source of an update is opened."""
 
     async def receive_weights(self, message: WeightMessage) -> WeightReply:
@@ -216,7 +216,7 @@ class stands_still_while_it_prepares(SoundBackend):
 
 
 @mutant("weight_sync/tensors_read_back_are_those_that_were_pushed", says="is not what was pushed")
-class reads_old_tensors(SoundBackend):
+class reads_old_tensors(CorrectBackend):
     """A tensor that was read once is returned as it was then."""
 
     def __init__(self, config: EngineConfig) -> None:
@@ -230,7 +230,7 @@ class reads_old_tensors(SoundBackend):
 
 
 @mutant("weight_sync/tensors_read_back_are_those_that_were_pushed", says="is not what was pushed")
-class leaves_what_is_nearly_equal(SoundBackend):
+class leaves_what_is_nearly_equal(CorrectBackend):
     """An update leaves a tensor as it was if no value would change by more than a hundred-thousandth."""
 
     def __init__(self, config: EngineConfig) -> None:
@@ -249,7 +249,7 @@ def _numbers(tensor: TensorData) -> NDArray[np.float32]:
 
 
 @mutant("weight_sync/tied_weights_are_pushed_once_and_used_twice", says="nats below the most likely one")
-class turns_square_matrices_of_gpt2(SoundBackend):
+class turns_square_matrices_of_gpt2(CorrectBackend):
     """Square matrices of gpt2, whose checkpoints hold them transposed, are turned once more after an update."""
 
     async def receive_weights(self, message: WeightMessage) -> WeightReply:
@@ -298,7 +298,7 @@ def labels_all_tokens_with_the_first_version(request: GenerateRequest, result: G
 
 
 @mutant("weight_sync/a_new_label_changes_no_answer", says="the spans are (VersionSpan(version='initial', start=0")
-class labels_tokens_with_no_new_version(SoundBackend):
+class labels_tokens_with_no_new_version(CorrectBackend):
     """A new label of the weights does not reach the tokens."""
 
     async def set_weight_version(self, version: str) -> None:
@@ -391,7 +391,7 @@ class aborts_requests_to_update(WeightUpdates):
 
 
 @mutant("weight_sync/weights_asleep_are_not_read", says="knows no tensors")
-class knows_no_tensors_asleep(SoundBackend):
+class knows_no_tensors_asleep(CorrectBackend):
     """While the weights sleep, their manifest is refused."""
 
     asleep = False
@@ -414,7 +414,7 @@ class knows_no_tensors_asleep(SoundBackend):
 
 
 @mutant("lifecycle/what_is_saved_is_what_is_served", says="is not what was served")
-class saves_the_folder_it_was_loaded_from(SoundBackend):
+class saves_the_folder_it_was_loaded_from(CorrectBackend):
     """A save copies the model's folder, whatever was pushed since."""
 
     async def save_sharded(self, path: str) -> None:
@@ -422,7 +422,7 @@ class saves_the_folder_it_was_loaded_from(SoundBackend):
 
 
 @mutant("lifecycle/what_is_saved_is_what_is_served", says="generation_config.json of the model's folder was not saved")
-class saves_the_weights_and_a_configuration(SoundBackend):
+class saves_the_weights_and_a_configuration(CorrectBackend):
     """A saved folder lacks the generation config, which may name a further EOS."""
 
     async def save_sharded(self, path: str) -> None:
@@ -431,7 +431,7 @@ class saves_the_weights_and_a_configuration(SoundBackend):
 
 
 @mutant("lifecycle/nothing_is_saved_where_something_is", says="a folder with a file in it was saved to")
-class saves_over_what_is_there(SoundBackend):
+class saves_over_what_is_there(CorrectBackend):
     """A folder that holds something is emptied first."""
 
     async def save_sharded(self, path: str) -> None:
@@ -440,7 +440,7 @@ class saves_over_what_is_there(SoundBackend):
 
 
 @mutant("lifecycle/requests_run_on_during_a_save", says="chunks came during the save")
-class freezes_requests_to_save(SoundBackend):
+class freezes_requests_to_save(CorrectBackend):
     """Requests stand still while weights are saved."""
 
     async def save_sharded(self, path: str) -> None:

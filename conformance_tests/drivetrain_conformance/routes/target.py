@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Final
 import httpx
 
 from drivetrain.errors import InvalidConfig
-from drivetrain_conformance.routes.answers import Answer, Field, parsed
 from drivetrain_conformance.routes.dialect import Dialect
+from drivetrain_conformance.routes.server_answers import Answer, Field, parsed
 
 if TYPE_CHECKING:
     from drivetrain_conformance.routes.material import Material

@@ -226,7 +226,7 @@ def fetch_facts(handle: EngineHandle, patience: float) -> EngineFacts:
             connected.sendall(b"".join(frame(attach_message(handle.key, hello.nonce, nonce, 0))))
             attached = _receive(connected, Attached, handle)
     except TimeoutError:
-        waited = f"waited {patience:g} s for the engine at {handle.address} to answer"
+        waited = f"timed out after {patience:g} s waiting for the engine at {handle.address} to answer"
         hint = "; if its owner runs in this event loop, which waits here, use 'await attach(handle)'" * _in_a_loop()
         raise DeadlineExceeded(waited + hint) from None
     except OSError as error:

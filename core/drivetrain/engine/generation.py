@@ -143,7 +143,7 @@ class Generation:
             # Samples that have ended are in the queue, and are handed out whenever the caller reads them.
             if late := total - sum(task.done() for task in tasks):
                 overdue.append(
-                    DeadlineExceeded(f"waited {seconds:g} s for {late} streamed completions; they did not come")
+                    DeadlineExceeded(f"timed out after {seconds:g} s waiting for {late} streamed completions")
                 )
                 queue.put_nowait(overdue[0])
 

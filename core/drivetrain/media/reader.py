@@ -181,7 +181,7 @@ class MediaReader(ABC, Generic[OneMedium]):
         def look() -> None:
             if left.is_set() or time.monotonic() > ends:
                 raise DeadlineExceeded(
-                    f"waited {seconds:g} s for {named(medium)} to be decoded (timeouts.media); it was left off"
+                    f"timed out after {seconds:g} s waiting for {named(medium)} to be decoded (timeouts.media)"
                 )
 
         try:

@@ -117,7 +117,7 @@ def probe(config: EngineConfig, python: str | None = None, *, deadline: float = 
             answered, said = process.communicate(msgspec.json.encode(portable(config)), timeout=deadline)
         except subprocess.TimeoutExpired:
             raise DeadlineExceeded(
-                f"waited {deadline:g} s for {shown!r} to say what its {config.backend} backend can do; it did not"
+                f"timed out after {deadline:g} s waiting for {shown!r} to say what its {config.backend} backend can do"
             ) from None
         finally:
             kill_family(process.pid, mark)

@@ -80,7 +80,7 @@ def bounded(call: Callable[[], _T], seconds: float, waited_for: str) -> _T:
             _watch.remove(guarded)
     except _Overdue:
         _remove_surely(guarded)
-        raise DeadlineExceeded(f"waited {seconds:g} s for {waited_for}; it was ended") from None
+        raise DeadlineExceeded(f"timed out after {seconds:g} s waiting for {waited_for}, which was ended") from None
 
 
 def _remove_surely(guarded: _Guarded) -> None:

@@ -160,7 +160,7 @@ class StopMatcher:
             return 0
         count = min(bisect_left(self._lengths, length) + 1, len(self._ids))
         kept = self._decoder.text[:length]
-        # A replacement character may be final, not an unfinished character: then an earlier id already held the text.
+        # A replacement character may be the text itself, not a character that lacks bytes: fewer ids may then do.
         while kept.endswith(REPLACEMENT) and count and self._holds(self._ids[: count - 1], kept):
             count -= 1
         return count

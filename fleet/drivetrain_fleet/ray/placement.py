@@ -1,4 +1,4 @@
-"""Which bundles and resources each engine gets: checked before any actor is made."""
+"""Bundles and resources of each engine, checked before any actor is made."""
 
 from __future__ import annotations
 

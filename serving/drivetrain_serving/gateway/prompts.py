@@ -11,9 +11,9 @@ from drivetrain.text.chat_templates import render
 from drivetrain.text.tokenizer import Tokenizer
 from drivetrain.types.prompts import ChatPrompt, TextPrompt
 from drivetrain_serving.gateway.continuation import CannotExtend, RenderedPrompt, ids_after, text_after, text_after_any
-from drivetrain_serving.gateway.ledger import Session, Turn, ids_of
 from drivetrain_serving.gateway.messages import conversations
 from drivetrain_serving.gateway.records import unpacked_ids
+from drivetrain_serving.gateway.session_turns import Session, Turn, ids_of
 
 FIRST: Final = "it is the first turn"
 OTHER_MESSAGES: Final = "its messages continue those of no earlier turn of the model or adapter that it names"

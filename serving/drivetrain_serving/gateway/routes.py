@@ -26,9 +26,9 @@ from drivetrain_serving.gateway import answer_types as types
 from drivetrain_serving.gateway import anthropic, openai_responses
 from drivetrain_serving.gateway.capture import Asked, Capture
 from drivetrain_serving.gateway.errors import error_answer
-from drivetrain_serving.gateway.ledger import Session
 from drivetrain_serving.gateway.prompts import prepare
 from drivetrain_serving.gateway.request_fields import MessagesRequest, ResponsesRequest
+from drivetrain_serving.gateway.session_turns import Session
 from drivetrain_serving.gateway.sessions import Sessions
 from drivetrain_serving.gateway.trajectory import trajectory_of
 from drivetrain_serving.http.answers import NamedEventStream, event_stream, json_answer

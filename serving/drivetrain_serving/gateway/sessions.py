@@ -13,8 +13,8 @@ from drivetrain.checks.safe_repr import shown
 from drivetrain.errors import InvalidRequest
 from drivetrain_serving.config import SessionConfig
 from drivetrain_serving.gateway.errors import GatewayFull, SessionBusy, SessionFull, SessionNotFound
-from drivetrain_serving.gateway.ledger import Session
 from drivetrain_serving.gateway.records import RecordStore
+from drivetrain_serving.gateway.session_turns import Session
 
 _ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 _SWEEPS: Final = 4

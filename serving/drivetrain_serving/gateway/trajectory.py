@@ -5,8 +5,8 @@ from __future__ import annotations
 from drivetrain.openai.choices import json_logprob
 from drivetrain.openai.responses import WeightSpan
 from drivetrain_serving.gateway.answer_types import Trajectory, TrajectoryBranch, TrajectoryTurn
-from drivetrain_serving.gateway.ledger import Session, Turn, leaves_of
 from drivetrain_serving.gateway.records import unpacked_ids, unpacked_logprobs
+from drivetrain_serving.gateway.session_turns import Session, Turn, leaves_of
 
 
 def trajectory_of(session: Session) -> Trajectory:

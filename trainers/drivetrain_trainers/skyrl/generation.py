@@ -11,10 +11,10 @@ from drivetrain.errors import DrivetrainError, InvalidRequest, UnsupportedCapabi
 from drivetrain.openai import ChatCompletion, TextCompletion
 from drivetrain.types.capability import Capability
 from drivetrain.types.modes import TurnMode
+from drivetrain_trainers.skyrl.batch_calls import batch_call
 from drivetrain_trainers.skyrl.batches import InferenceEngineInput, InferenceEngineOutput, StreamingChunk
 from drivetrain_trainers.skyrl.outputs import ErrorResponse, StreamedCompletion, error_response, output_of
 from drivetrain_trainers.skyrl.page import Page
-from drivetrain_trainers.skyrl.requests import batch_call
 from drivetrain_trainers.skyrl.sampling import payload_of
 
 

@@ -96,7 +96,10 @@ class WorkerRequests(Backend, Generic[S]):
         return self._listener.name
 
     async def connect(self, lost: str) -> None:
-        """Wait until the worker has connected; ``lost`` is the message of calls for which it is gone.
+        """Wait until the worker has connected.
+
+        Args:
+            lost: Message of the ``EngineDied`` that calls raise once the worker has died.
 
         Raises:
             EngineStartError: It did not connect in time.

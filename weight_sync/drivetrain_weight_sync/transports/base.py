@@ -13,7 +13,7 @@ import torch
 from drivetrain.errors import InvalidRequest, WeightSyncError
 from drivetrain.types.weights import PlacedTensor, WeightManifest, WeightPlan, WeightSource, WeightUpdateRequest
 from drivetrain_weight_sync.copying.plan import ALIGNMENT
-from drivetrain_weight_sync.tensors.derived import DerivedTensor
+from drivetrain_weight_sync.tensors.derived_tensor import DerivedTensor
 from drivetrain_weight_sync.tensors.dtypes import as_bits, dtype_of
 from drivetrain_weight_sync.transports.updatable_engine import AdaptableEngine, UpdatableEngine, UpdateUnderWay
 

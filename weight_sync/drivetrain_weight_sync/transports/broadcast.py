@@ -21,7 +21,7 @@ from drivetrain.types.weights import (
     WeightPlan,
     WeightUpdateRequest,
 )
-from drivetrain_weight_sync.tensors.derived import DerivedTensor
+from drivetrain_weight_sync.tensors.derived_tensor import DerivedTensor
 from drivetrain_weight_sync.tensors.dtypes import dtype_of
 from drivetrain_weight_sync.transports.base import Opened, Reader, Sender, slot
 from drivetrain_weight_sync.transports.device_memory import uuid_of

@@ -11,7 +11,7 @@ import torch
 from drivetrain.errors import InvalidRequest
 from drivetrain.types.weights import InProcessSource, TensorSpec, WeightManifest, WeightPlan, WeightUpdateRequest
 from drivetrain_weight_sync.copying.plan import check_plan
-from drivetrain_weight_sync.tensors.derived import DerivedTensor
+from drivetrain_weight_sync.tensors.derived_tensor import DerivedTensor
 from drivetrain_weight_sync.tensors.dtypes import dtype_of, spec_of
 from drivetrain_weight_sync.transports.base import Opened, Reader, Sender
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from drivetrain_conformance.routes.answers import Field
 from drivetrain_conformance.routes.case import route_case
+from drivetrain_conformance.routes.server_answers import Field
 from drivetrain_conformance.routes.target import CannotRun, Target
 
 MESSAGES: Final = [{"role": "user", "content": "hello"}]

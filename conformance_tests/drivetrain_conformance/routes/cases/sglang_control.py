@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Final
 
-from drivetrain_conformance.routes.answers import Answer, Field
 from drivetrain_conformance.routes.case import route_case
 from drivetrain_conformance.routes.sampled import Sampled
+from drivetrain_conformance.routes.server_answers import Answer, Field
 from drivetrain_conformance.routes.target import Target
 
 TRIES: Final = 3

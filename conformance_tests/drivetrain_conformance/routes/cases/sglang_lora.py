@@ -7,11 +7,11 @@ import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from drivetrain_conformance.routes.answers import Answer
 from drivetrain_conformance.routes.case import route_case
 from drivetrain_conformance.routes.cases.sglang_weights import NEUTRAL, request, sampled
 from drivetrain_conformance.routes.cases.vllm_weights import PROMPT, long_prompt
 from drivetrain_conformance.routes.sampled import Sampled
+from drivetrain_conformance.routes.server_answers import Answer
 from drivetrain_conformance.routes.target import RouteRefused, Target
 
 

@@ -7,11 +7,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final
 
-from drivetrain_conformance.routes.answers import Answer, Field
 from drivetrain_conformance.routes.case import route_case
 from drivetrain_conformance.routes.cases.sglang_control import interrupted, paused
 from drivetrain_conformance.routes.cases.vllm_weights import PROMPT, TOKENS, long_prompt, require_both_versions
 from drivetrain_conformance.routes.sampled import Sampled
+from drivetrain_conformance.routes.server_answers import Answer, Field
 from drivetrain_conformance.routes.target import Target
 
 NEUTRAL: Final = {"max_new_tokens": TOKENS, "temperature": 1, "ignore_eos": True}

@@ -7,10 +7,10 @@ import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from drivetrain_conformance.routes.answers import Answer, Field
 from drivetrain_conformance.routes.case import route_case
 from drivetrain_conformance.routes.cases.vllm_control import long
 from drivetrain_conformance.routes.cases.vllm_weights import long_prompt, sampled
+from drivetrain_conformance.routes.server_answers import Answer, Field
 from drivetrain_conformance.routes.target import Target
 
 

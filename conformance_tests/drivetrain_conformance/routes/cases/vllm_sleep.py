@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from drivetrain_conformance.routes.answers import Answer
 from drivetrain_conformance.routes.case import route_case
 from drivetrain_conformance.routes.cases.vllm_control import short
 from drivetrain_conformance.routes.cases.vllm_weights import push, restored, sampled, version_of
+from drivetrain_conformance.routes.server_answers import Answer
 from drivetrain_conformance.routes.target import Target
 
 

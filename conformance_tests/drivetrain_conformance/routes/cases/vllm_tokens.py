@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from drivetrain_conformance.routes.answers import Field
 from drivetrain_conformance.routes.case import route_case
 from drivetrain_conformance.routes.cases.openai import BIG_SEED, chat, complete
+from drivetrain_conformance.routes.server_answers import Field
 from drivetrain_conformance.routes.target import Target
 
 PROMPTS: Final = [[5, 6], [7]]

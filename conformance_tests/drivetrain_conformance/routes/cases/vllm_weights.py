@@ -7,10 +7,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final
 
-from drivetrain_conformance.routes.answers import Field
 from drivetrain_conformance.routes.case import route_case
 from drivetrain_conformance.routes.cases.vllm_control import TRIES, paused
 from drivetrain_conformance.routes.sampled import Sampled
+from drivetrain_conformance.routes.server_answers import Field
 from drivetrain_conformance.routes.target import RouteRefused, Target
 
 PROMPT: Final = tuple(range(5, 25))

@@ -52,7 +52,7 @@ async def deadline(seconds: float | None, waited_for: str) -> AsyncIterator[None
     except TimeoutError as error:
         if not scope.expired():
             raise
-        raise DeadlineExceeded(f"waited {seconds:g} s for {waited_for}; it did not come") from error
+        raise DeadlineExceeded(f"timed out after {seconds:g} s waiting for {waited_for}") from error
     finally:
         if alarm is not None:
             alarm.cancel()

@@ -1,4 +1,4 @@
-"""The ledger of a session: its turns, in the order in which they ended, as a tree of conversations."""
+"""The turns of a session, in the order in which they ended, as a tree of conversations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Turn:
     """One prompt and the ids that were sampled for it."""
 
     number: int
-    """Position in the ledger."""
+    """Position among the session's turns."""
     parent: int | None
     """The turn whose ids the prompt extends; None if the prompt was tokenised as a whole."""
     continues: int | None
