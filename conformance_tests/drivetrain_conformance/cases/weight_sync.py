@@ -447,6 +447,12 @@ async def going_back_to_earlier_weights_gives_their_answers(bench: Bench) -> Non
     requests = (engine.generate(prompt, SamplingParams(max_new_tokens=4)) for prompt in prompts)
     ends = await asyncio.gather(*requests, return_exceptions=True)
     assert {type(end) for end in ends} == {NonFiniteLogits}, f"requests of diverged weights ended as {ends}"
+    logprobs = {"logprobs": True, "logprobs_mode": "raw"} if bench.claims(Capability.LOGPROBS_RAW) else {}
+    with refused(NonFiniteLogits, otherwise="a chat of diverged weights was answered"):
+        chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4}
+        await engine.chat_completion(chat | logprobs)
+    with refused(NonFiniteLogits, otherwise="a text completion of diverged weights was answered"):
+        await engine.completion({"prompt": prompts[0], "max_tokens": 4})
     await _check_failures_leave_nothing(bench)
     async with check_it_runs():
         for version in ("there", "and", "back"):  # so that short stalls add up
