@@ -117,17 +117,17 @@ def _judge(mutant: Mutant, result: CaseResult) -> MutantResult:
 
 
 def _verdicts_of_the_sound_engine(backend: str, cases: Sequence[Case]) -> Mapping[str, CaseResult]:
-    with Runner(_suite_of_mutant(backend, None)(), profile=_PROFILE) as runner:
+    with Runner(suite_of_mutant(backend, None)(), profile=_PROFILE) as runner:
         return {case.id: runner.execute(case) for case in {case.id: case for case in cases}.values()}
 
 
 def _execute(backend: str, mutant: Mutant, case: Case) -> CaseResult:
     profile = _PROFILE_OF_HANGS if "hangs" in mutant.says else _PROFILE
-    with Runner(_suite_of_mutant(backend, mutant)(), profile=profile) as runner:
+    with Runner(suite_of_mutant(backend, mutant)(), profile=profile) as runner:
         return runner.execute(case)
 
 
-def _suite_of_mutant(backend: str, mutant: Mutant | None) -> type[Suite]:
+def suite_of_mutant(backend: str, mutant: Mutant | None) -> type[Suite]:
     """Return the suite of ``backend`` spoiled as ``mutant`` says, or of the sound one."""
     sound = suite_of(backend)
     # A spoiled class exists in this process alone, so that a backend that asks for a process of its own runs here too.
