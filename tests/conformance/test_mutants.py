@@ -130,3 +130,14 @@ def test_every_mutant_names_a_case_words_and_one_thing_that_is_wrong() -> None:
         assert all(part.strip("?") for part in one.says), one.name
         ways = (one.spoil_backend, one.spoil_engine, one.spoil_part)
         assert sum(way is not None for way in ways) == 1, one.name
+
+
+def test_a_mutant_is_tried_only_where_its_capability_is_claimed() -> None:
+    for_videos = mutant(
+        spoil_backend=lambda backend: mixed(backend, SoundBackend),
+        caught_by="multimodal/videos_are_fetched_once",
+        needs=Capability.VIDEO,
+    )
+    assert list(try_mutants("transformers", [for_videos])) == []
+    (missed,) = try_mutants("transformers", [dataclasses.replace(for_videos, needs=None)])
+    assert not missed.caught

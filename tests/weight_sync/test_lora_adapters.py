@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from drivetrain import EngineConfig, InvalidRequest, WeightSyncError, WeightUpdateRequest, create_engine
+from drivetrain.errors import EngineInternalError
 from drivetrain.testing import tiny_model
 from drivetrain_weight_sync import LoraSync
 from drivetrain_weight_sync.receiver.adaptable_layers import shapes_in_language_model
@@ -214,6 +216,28 @@ async def test_a_push_of_an_adapter_for_which_there_is_no_room_changes_nothing(
             assert not os.listdir(tmp_path)
         await sync.push(version="step-1")
     assert len(asked) == 1
+
+
+@pytest.mark.parametrize("most", [0, 300])
+def test_an_adapter_that_cannot_be_rewritten_leaves_the_one_before(
+    tmp_path: Path, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (room := tmp_path / "room").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(room))
+    path = written(tmp_path / "adapter", fields(alpha_pattern={"0.attn.q_proj": 3}))
+    plain = PlainAdapters(8)
+    before = plain.folder_for("a", path, SHAPES)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
+    try:
+        with pytest.raises(EngineInternalError, match=r"no room for it: .*make room in .*room.*TMPDIR"):
+            plain.folder_for("a", path, SHAPES)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert os.listdir(room) == [Path(before).name]
+    assert load_file(Path(before) / "adapter_model.safetensors")
+    plain.close()
+    assert not os.listdir(room)
 
 
 @pytest.mark.parametrize(("field", "value"), [("engine", 5), ("adapter", {}), ("lora_name", ""), ("directory", 5)])

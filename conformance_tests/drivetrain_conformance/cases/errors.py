@@ -63,6 +63,9 @@ WRONG_PARAMS: Final[Mapping[str, Sequence[object]]] = {
         [{"kind": "temperature_schedule", "start": 1e-40, "end": 1.0, "steps": 3}],
         [{"kind": "temperature_schedule", "start": 1.0, "end": 1e39, "steps": 3}],
         [{"kind": "temperature_schedule", "start": 1.0, "end": 1.0, "steps": 2**31}],
+        # masks that together allow no token
+        [{"kind": "action_mask", "allowed_token_ids": [5]}, {"kind": "disallowed_tokens", "token_ids": [5, 6]}],
+        [{"kind": "action_mask", "allowed_token_ids": [5]}, {"kind": "action_mask", "allowed_token_ids": [6]}],
         None,
     ),
     "return_prompt_ranks": _NO_FLAG,

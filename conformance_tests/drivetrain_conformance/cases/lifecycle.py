@@ -42,10 +42,11 @@ from drivetrain.types.outputs import Completion, FinishReason, VersionSpan
 from drivetrain.types.sampling import SamplingParams
 from drivetrain.types.weights import DiskSource, WeightUpdateRequest
 from drivetrain_conformance.assertions.event_loop_stalls import check_it_runs
+from drivetrain_conformance.assertions.full_disk import full_disk
 from drivetrain_conformance.assertions.leftovers import Holdings, check_nothing_left, temporary_folder
-from drivetrain_conformance.assertions.memory_use import held_by_this_process, parameter_bytes
+from drivetrain_conformance.assertions.memory_use import held_by_this_process, parameter_bytes, processes_of
 from drivetrain_conformance.assertions.precision import check_dtype
-from drivetrain_conformance.assertions.refusals import refused
+from drivetrain_conformance.assertions.refusals import raises, refused
 from drivetrain_conformance.assertions.same_answers import check_greedy, check_same
 from drivetrain_conformance.assets.made_adapters import make_adapter
 from drivetrain_conformance.assets.served_models import ModelKind, copy_model
@@ -689,7 +690,10 @@ async def what_is_saved_is_what_is_served(bench: Bench) -> None:
 
 @case(Capability.SAVE_SHARDED)
 async def nothing_is_saved_where_something_is(bench: Bench) -> None:
-    """Saving to a folder that is not empty, a file, or an impossible path is refused and changes nothing there."""
+    """Saving to a folder that is not empty, a file, or an impossible path is refused and changes nothing there.
+
+    On a full disk saving fails, and leaves no file.
+    """
     engine = bench.engine
     full, around = bench.folder("full"), bench.folder("around")
     file = full / "config.json"
@@ -708,7 +712,10 @@ async def nothing_is_saved_where_something_is(bench: Bench) -> None:
             await engine.save_sharded_model(path)
     assert [path.name for path in full.iterdir()] == [file.name]
     assert file.read_text() == "of somebody else"
-    assert not list(around.iterdir())
+    with full_disk(processes_of(engine)), raises(EngineError, "a full disk", otherwise="a model fits a full disk"):
+        await engine.save_sharded_model(str(around / "saved"))
+    assert not list(around.iterdir()), f"a save on a full disk left {list(around.iterdir())}"
+    await engine.save_sharded_model(str(around / "saved"))
 
 
 @case(Capability.SAVE_SHARDED)

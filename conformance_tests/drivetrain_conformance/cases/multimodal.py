@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import io
 import itertools
 import os
@@ -11,7 +12,7 @@ import threading
 import wave
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -133,11 +134,8 @@ async def what_is_no_image_is_refused(bench: Bench) -> None:
         ImageInput(url=Path(missing).as_uri()),
         ImageInput(url="http://127.0.0.1:1/image.png"),
     )
-    padded = bench.folder("images") / "padded.png"
-    padded.write_bytes(good + bytes(_BOUNDS["max_bytes"]))
-    wide = _png(_black, 260, 260)
-    large = ((ImageInput(path=str(padded)), "max_bytes"), (ImageInput(data=wide), "max_pixels"))
-    await _check_refused(bench, "image", broken, large)
+    await _check_refused(bench, "image", broken, ((ImageInput(data=_png(_black, 260, 260)), "max_pixels"),))
+    await _check_bytes_are_bounded(bench, ImageInput, good)
     assert await _answers(bench, "image", ImageInput(data=good))
     there = bench.folder("images") / "there.png"
     there.write_bytes(good)
@@ -465,11 +463,12 @@ async def what_is_no_video_is_refused(bench: Bench) -> None:
         VideoInput(url="http://127.0.0.1:1/video.avi"),
     )
     large = (
-        (VideoInput(data=good + bytes(_BOUNDS["max_bytes"])), "max_bytes"),
         (VideoInput(data=_Video((_black,) * 24, 2).file), "max_video_seconds"),
         (VideoInput(data=_Video((_black,) * 70, 25).file), "max_video_pixels"),
+        (VideoInput(data=_Video((_black,) * 4, 2, 260, 260).file), "max_video_pixels"),
     )
     await _check_refused(bench, "video", broken, large)
+    await _check_bytes_are_bounded(bench, VideoInput, good)
     assert await _answers(bench, "video", VideoInput(data=good))
 
 
@@ -637,11 +636,11 @@ async def what_is_no_sound_is_refused(bench: Bench) -> None:
         AudioInput(url="http://127.0.0.1:1/sound.wav"),
     )
     large = (
-        (AudioInput(data=good + bytes(_BOUNDS["max_bytes"])), "max_bytes"),
         (AudioInput(data=_noise(1, 2.1).file), "max_audio_seconds"),
         (AudioInput(data=_noise(1, 1.0, 48_000).file), "max_audio_samples"),
     )
     await _check_refused(bench, "audio", broken, large)
+    await _check_bytes_are_bounded(bench, AudioInput, good)
     assert await _answers(bench, "audio", AudioInput(data=good))
 
 
@@ -1028,7 +1027,10 @@ async def _check_retracted(bench: Bench, of_side: Callable[[int], _Beside]) -> N
 
 @contextmanager
 def _served(
-    files: Mapping[str, bytes], redirects: Mapping[str, str] = _NONE, sizes: Mapping[str, int] = _NONE
+    files: Mapping[str, bytes],
+    redirects: Mapping[str, str] = _NONE,
+    sizes: Mapping[str, int] = _NONE,
+    encodings: Mapping[str, str] = _NONE,
 ) -> Iterator[tuple[str, list[str]]]:
     """Serve files over HTTP; yield the address, and the list of paths that were requested and found.
 
@@ -1036,6 +1038,7 @@ def _served(
         files: Bodies, by path.
         redirects: Redirected paths and their targets.
         sizes: Paths that announce this content length and send no body.
+        encodings: Content encodings that paths announce.
     """
     asked: list[str] = []
 
@@ -1049,10 +1052,13 @@ def _served(
                 self.send_response(404 if body is None and self.path not in sizes else 200)
             if (size := sizes.get(self.path)) is not None:
                 self.send_header("Content-Length", str(size))
+            if (encoding := encodings.get(self.path)) is not None:
+                self.send_header("Content-Encoding", encoding)
             self.end_headers()
             if body is not None:
                 asked.append(self.path)
-                self.wfile.write(body)
+                with suppress(OSError):  # a client that reads only so much closes the connection
+                    self.wfile.write(body)
 
         def log_message(self, format: str, *args: object) -> None:
             """Log nothing."""
@@ -1078,6 +1084,32 @@ async def _check_refused(
     for one, bound in large:
         with refused(InvalidRequest, field="prompts", naming=bound):
             await bench.engine.generate(_chat(kind, [one]), _GREEDY)
+
+
+async def _check_bytes_are_bounded(bench: Bench, kind: type[MediaInput], good: bytes) -> None:
+    """Raise unless files are refused beyond the bound on bytes.
+
+    The bound holds for a file from any source, for what a server sends compressed, and for all files of a prompt.
+    """
+    most, says = _BOUNDS["max_bytes"], _KINDS[kind]
+    large = good + bytes(most)
+    half = bench.folder("files") / "half"
+    half.write_bytes(good + bytes(most // 2))
+    (path := half.with_name("large")).write_bytes(large)
+    files = {"/large": large, "/compressed": gzip.compress(large)}
+    with _served(files, encodings={"/compressed": "gzip"}) as (address, _):
+        url = f"data:{says}/x;base64,{base64.b64encode(large).decode()}"
+        for media in (
+            [kind(data=large)],
+            [kind(path=str(path))],
+            [kind(url=url)],
+            [kind(url=f"{address}/large")],
+            [kind(path=str(half)), kind(path=str(half))],
+        ):
+            with refused(InvalidRequest, field="prompts", naming="max_bytes"):
+                await bench.engine.generate(_chat(says, media), _GREEDY)
+        with refused(InvalidRequest, field="prompts", naming="/compressed"):
+            await bench.engine.generate(_chat(says, [kind(url=f"{address}/compressed")]), _GREEDY)
 
 
 def _chat(kind: str, media: Sequence[MediaInput]) -> ChatPrompt:

@@ -605,7 +605,7 @@ async def tool_calls_are_read_from_the_text(bench: Bench) -> None:
     """Calls to the tools of a request come back as tool_calls with unique ids, also when streamed.
 
     Arguments have the types of the tool's schema. Text within reasoning, calls of unknown tools and numbers that JSON
-    cannot hold stay content.
+    cannot hold stay content. With a tool_call_parser, calls in its syntax alone are read, whatever the chat template.
     """
     folder = bench.folder("tools") / "model"
     shutil.copytree(bench.model, folder)
@@ -626,6 +626,10 @@ async def tool_calls_are_read_from_the_text(bench: Bench) -> None:
         assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
     for (written, expected), other in zip(_WRITTEN.items(), read, strict=True):
         _check_read(other["choices"][0], written, expected)
+    async with bench.open(model=str(folder), tool_call_parser="mistral") as engine:
+        for written, expected in _WRITTEN_FOR_MISTRAL.items():
+            answer = await engine.chat_completion(_asking_for_calls(written))
+            _check_read(answer["choices"][0], written, expected)
 
 
 def _asking_for_calls(written: str) -> Payload:
@@ -650,6 +654,11 @@ def _check_read(choice: ChatChoice, written: str, expected: Sequence[Payload]) -
         assert content == written, f"{written!r} holds no call and comes back as {content!r}"
 
 
+_WRITTEN_FOR_MISTRAL: Final[Mapping[str, Sequence[Payload]]] = {
+    '[TOOL_CALLS]add[ARGS]{"a": 1}': [{"a": 1}],
+    '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>': [],
+}
+"""Texts, each with the calls of ``add`` that a parser of Mistral's syntax finds in it."""
 _ENDLESS: Final = "{% for a in range(99999) %}" * 4 + "{% endfor %}" * 4
 """A chat template that practically never ends."""
 

@@ -17,9 +17,11 @@ from numpy.typing import NDArray
 
 from drivetrain.backend.base import GenerateRequest
 from drivetrain.engine.engine import InferenceEngine
+from drivetrain.errors import InvalidRequest
 from drivetrain.types.capability import Capability
 from drivetrain.types.outputs import Completion, GenerationOutput
 from drivetrain.types.sampling import ActionMask, DisallowedTokens, LogprobsMode, SamplingParams, TemperatureSchedule
+from drivetrain_conformance.assertions.refusals import refused
 from drivetrain_conformance.harness.case import case
 from drivetrain_conformance.harness.testbench import Bench, ordinary_ids
 from drivetrain_conformance.references.goodness_of_fit import FALSE_ALARM, Tally
@@ -653,7 +655,10 @@ async def deterministic_samples_are_the_same(bench: Bench) -> None:
 
 @case(Capability.LOGIT_PROCESSORS)
 async def an_action_mask_allows_nothing_else(bench: Bench) -> None:
-    """Under an action mask only allowed tokens are drawn, at every step, in the model's own proportions."""
+    """Under an action mask only allowed tokens are drawn, at every step, in the model's own proportions.
+
+    Processors that leave no token, by themselves or with min_new_tokens, are refused by name.
+    """
     allowed = sorted(set(bench.prompt(16)))
     mask = ActionMask(allowed_token_ids=tuple(allowed))
     await _check_first_tokens(bench, SamplingParams(max_new_tokens=1, logit_processors=(mask,)))
@@ -666,6 +671,21 @@ async def an_action_mask_allows_nothing_else(bench: Bench) -> None:
     # Engines may take only a few dozen ids.
     many = ActionMask(allowed_token_ids=tuple(_shuffled_ids(bench)[_SPARED:]))
     await _check_takes_the_best(bench, SamplingParams(temperature=0, max_new_tokens=12, logit_processors=(many,)))
+    await _check_what_leaves_no_token_is_refused(bench, allowed)
+
+
+async def _check_what_leaves_no_token_is_refused(bench: Bench, allowed: Sequence[int]) -> None:
+    field = "sampling_params.logit_processors"
+    everything = list(range(bench.engine.model_info.vocab_size))
+    with refused(InvalidRequest, field=field, naming="whole vocabulary"):
+        ban = {"kind": "disallowed_tokens", "token_ids": everything}
+        await bench.engine.generate(bench.prompt(), {"logit_processors": [ban], "max_new_tokens": 2})
+    if bench.claims(Capability.MIN_NEW_TOKENS):
+        mask = {"kind": "action_mask", "allowed_token_ids": list(allowed)}
+        for stops in (list(allowed), everything):
+            params = {"logit_processors": [mask], "min_new_tokens": 2, "stop_token_ids": stops, "max_new_tokens": 4}
+            with refused(InvalidRequest, field=field, naming="min_new_tokens"):
+                await bench.engine.generate(bench.prompt(), params)
 
 
 @case(Capability.LOGIT_PROCESSORS)

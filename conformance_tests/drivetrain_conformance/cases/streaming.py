@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.errors import DeadlineExceeded
 from drivetrain.types.capability import Capability
+from drivetrain.types.modes import PauseMode
 from drivetrain.types.outputs import Completion, CompletionChunk, FinishReason
 from drivetrain.types.sampling import SamplingParams
 from drivetrain_conformance.assertions.common_checks import agrees_with_reference, assert_idle_soon, ending_prompt
@@ -29,7 +30,7 @@ from drivetrain_conformance.assertions.stop_texts import (
     samples_of_spanning_characters,
 )
 from drivetrain_conformance.harness.case import case
-from drivetrain_conformance.harness.testbench import Bench, in_time
+from drivetrain_conformance.harness.testbench import Bench, check_held, in_time
 from drivetrain_conformance.references.reference_stops import Ending
 
 Fields = Mapping[str, object]
@@ -38,6 +39,15 @@ _PATIENCE: Final = 0.3
 """A timeout, in seconds, long enough for a few tokens and too short for many."""
 _LOOKS: Final = 6
 """Streams that are looked at after their first chunk; on a busy machine one may have ended by then."""
+_FREEZES: Final = {
+    PauseMode.IN_PLACE: Capability.PAUSE_IN_PLACE,
+    PauseMode.RETRACT: Capability.PAUSE_RETRACT,
+}
+_STREAMS: Final = 6
+"""Streams that are frozen together. Each begins after the one before, so that an engine that shows tokens in groups
+has shown all tokens of all of them only by chance."""
+_WAITS: Final = (0.1, 1.0, 15.0)
+"""Seconds, by attempt, that a frozen engine has to send its last tokens. One good attempt is enough."""
 
 
 @dataclass(slots=True)
@@ -123,8 +133,73 @@ async def tokens_come_while_others_are_generated(bench: Bench) -> None:
         async with aclosing(bench.engine.generate_stream(bench.prompt(), bench.long())) as chunks:
             await anext(chunks)
             if (await bench.engine.stats()).running:
-                return
-    raise AssertionError("the first chunk came when all was generated")
+                break
+    else:
+        raise AssertionError("the first chunk came when all was generated")
+    if bench.claims(Capability.ABORT):
+        for mode, capability in _FREEZES.items():
+            if bench.claims(capability):
+                await _check_frozen_streams_show_every_token(bench, mode)
+
+
+async def _check_frozen_streams_show_every_token(bench: Bench, mode: PauseMode) -> None:
+    """Freeze streams, and check that their listeners then have every token that the engine has.
+
+    An abort returns the rest of a frozen stream. A slow engine may need a while to send its last tokens, so that the
+    wait grows from attempt to attempt.
+    """
+    kept: list[str] = []
+    for wait in _WAITS:
+        kept = await _kept_while_frozen(bench, mode, wait)
+        if not kept:
+            return
+    raise AssertionError(f"frozen by {mode.value}, streams had tokens that no chunk had shown: {', '.join(kept)}")
+
+
+async def _kept_while_frozen(bench: Bench, mode: PauseMode, wait: float) -> list[str]:
+    """Freeze several streams that differ in length; return what the chunks of some lacked ``wait`` seconds later."""
+    engine, heard, readers = bench.engine, [Heard() for _ in range(_STREAMS)], list[asyncio.Task[None]]()
+    # Letters: a stream may keep the tokens of a character that is not complete.
+    letters = dict.fromkeys(letter_ids(engine, 3), 100.0) if bench.claims(Capability.LOGIT_BIAS) else {}
+    params = bench.long(logit_bias=letters)
+    try:
+        for sample in heard:
+            begun = asyncio.Event()
+            readers.append(asyncio.create_task(_read(engine, bench.prompt(), params, sample, begun)))
+            async with asyncio.timeout(60):
+                await begun.wait()
+        await engine.pause_generation(mode)
+        await check_held(engine, *readers)
+        await asyncio.sleep(wait)
+        shown = [len(sample.token_ids) for sample in heard]
+        await engine.abort_generation()
+        async with asyncio.timeout(60):
+            await asyncio.gather(*readers)
+    finally:
+        await engine.continue_generation()
+        for reader in readers:
+            reader.cancel()
+        await asyncio.gather(*readers, return_exceptions=True)
+    return [
+        f"{len(sample.token_ids) - count} of {len(sample.token_ids)}"
+        for sample, count in zip(heard, shown, strict=True)
+        if not _ends_within_a_character(engine, sample.token_ids[: count + 1], count)
+    ]
+
+
+def _ends_within_a_character(engine: InferenceEngine, token_ids: Sequence[int], shown: int) -> bool:
+    """Return whether the id after the first ``shown`` ones, if there is one, leaves a character incomplete."""
+    return len(token_ids) == shown or engine.decode(list(token_ids)).endswith("\N{REPLACEMENT CHARACTER}")
+
+
+async def _read(
+    engine: InferenceEngine, prompt: list[int], params: SamplingParams, sample: Heard, begun: asyncio.Event
+) -> None:
+    """Read a stream into ``sample``; ``begun`` is set with its first chunk."""
+    async with aclosing(engine.generate_stream(prompt, params)) as chunks:
+        async for chunk in chunks:
+            _hear(engine, sample, chunk)
+            begun.set()
 
 
 @case(Capability.STREAMING)

@@ -49,6 +49,7 @@ from drivetrain.types.weights import (
     WeightUpdateRequest,
 )
 from drivetrain_conformance.assertions.event_loop_stalls import check_it_runs
+from drivetrain_conformance.assertions.full_disk import full_disk
 from drivetrain_conformance.assertions.leftovers import Holdings, check_nothing_left, temporary_folder
 from drivetrain_conformance.assertions.memory_use import check_steady, held_by, held_bytes, mappings_of
 from drivetrain_conformance.assertions.refusals import raises, refused
@@ -127,7 +128,11 @@ async def weights_pushed_through_shared_memory_are_served(bench: Bench) -> None:
 
 @case(Capability.WEIGHTS_DISK, changes_weights=True)
 async def weights_pushed_through_a_folder_are_served(bench: Bench) -> None:
-    """After a push through a folder an engine answers as an independent pass over the weights does."""
+    """After a push through a folder an engine answers as an independent pass over the weights does.
+
+    A push that finds the disk full fails; the engine keeps its weights, and no file is left.
+    """
+    await _check_a_full_disk_changes_nothing(bench, Strategy.DISK)
     await _push_and_serve(bench, Strategy.DISK)
 
 
@@ -144,6 +149,17 @@ async def weights_pushed_through_gpu_memory_are_served(bench: Bench) -> None:
 async def weights_that_were_broadcast_are_served(bench: Bench) -> None:
     """After a broadcast an engine answers as an independent pass over the weights does."""
     await _push_and_serve(bench, Strategy.BROADCAST)
+
+
+async def _check_a_full_disk_changes_nothing(bench: Bench, strategy: Strategy | str) -> None:
+    engine, directory, own = bench.engine, bench.folder("pushes"), bench.engine.get_weight_version()
+    async with WeightSync.connect(tensors_of(bench.other_weights()), engine, strategy, directory=directory) as sync:
+        with full_disk([psutil.Process()]), raises(WeightSyncError, "a push on a full disk") as failure:
+            await sync.push(version="bad")
+        assert str(directory) in str(failure.error), f"the error does not name the folder: {failure.error}"
+        assert not list(directory.iterdir()), f"a push on a full disk left {list(directory.iterdir())}"
+        check_state(engine, EngineState.READY)
+        await check_serves(bench, bench.model, own)
 
 
 async def _push_and_serve(bench: Bench, strategy: Strategy, source: WeightInput | None = None) -> None:
@@ -431,6 +447,12 @@ async def going_back_to_earlier_weights_gives_their_answers(bench: Bench) -> Non
     requests = (engine.generate(prompt, SamplingParams(max_new_tokens=4)) for prompt in prompts)
     ends = await asyncio.gather(*requests, return_exceptions=True)
     assert {type(end) for end in ends} == {NonFiniteLogits}, f"requests of diverged weights ended as {ends}"
+    logprobs = {"logprobs": True, "logprobs_mode": "raw"} if bench.claims(Capability.LOGPROBS_RAW) else {}
+    with refused(NonFiniteLogits, otherwise="a chat of diverged weights was answered"):
+        chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4}
+        await engine.chat_completion(chat | logprobs)
+    with refused(NonFiniteLogits, otherwise="a text completion of diverged weights was answered"):
+        await engine.completion({"prompt": prompts[0], "max_tokens": 4})
     await _check_failures_leave_nothing(bench)
     async with check_it_runs():
         for version in ("there", "and", "back"):  # so that short stalls add up
@@ -1414,7 +1436,11 @@ async def weights_asleep_are_not_read(bench: Bench) -> None:
 
 @case(Capability.WEIGHTS_PLUGIN, changes_weights=True)
 async def only_what_changed_is_pushed(bench: Bench) -> None:
-    """A delta carries only changed values, and afterwards the engine answers as the new weights do."""
+    """A delta carries only changed values, and afterwards the engine answers as the new weights do.
+
+    A delta that finds the disk full fails; the engine keeps its weights, and no file is left.
+    """
+    await _check_a_full_disk_changes_nothing(bench, "delta")
     policy = tensors_of(bench.model)
     async with WeightSync.connect(policy, bench.engine, "delta") as sync:
         whole = await sync.push(version="whole")

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from drivetrain import openai
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.engine.request_builder import ParamsLike
-from drivetrain.errors import EngineStartError, InvalidConfig, InvalidRequest
+from drivetrain.errors import EngineStartError, InvalidConfig, InvalidRequest, NonFiniteLogits
 from drivetrain.types import arguments
 from drivetrain.types.config import EngineConfig
 from drivetrain.types.modes import PauseMode
@@ -59,6 +59,25 @@ def takes_biases_that_become_infinite(params: Mapping[str, object]) -> Mapping[s
         return params
     is_large = any(isinstance(bias, float) and 1e30 < abs(bias) < 1e300 for bias in biases.values())
     return {**params, "logit_bias": dict.fromkeys(biases, 1e30)} if is_large else params
+
+
+@arguments_mutant(
+    "errors/no_sampling_param_takes_a_wrong_value",
+    says="expected InvalidRequest for sampling_params.logit_processors, but nothing was raised",
+)
+def follows_the_first_of_contradicting_masks(params: Mapping[str, object]) -> Mapping[str, object]:
+    """Where masks contradict each other, the first one alone is followed."""
+    processors = params.get("logit_processors")
+    return {**params, "logit_processors": processors[:1]} if isinstance(processors, list) else params
+
+
+@arguments_mutant(
+    "sampling/an_action_mask_allows_nothing_else",
+    says="expected InvalidRequest for sampling_params.logit_processors, but nothing was raised",
+)
+def ends_early_where_a_mask_leaves_only_stops(params: Mapping[str, object]) -> Mapping[str, object]:
+    """Where a mask allows only ids that end generation, min_new_tokens is ignored."""
+    return {**params, "min_new_tokens": 0} if params.get("logit_processors") else params
 
 
 @mutant("errors/no_sampling_param_takes_a_wrong_value", says="of a copy: AssertionError: expected InvalidRequest")
@@ -261,6 +280,20 @@ class waits_in_open_for_weights(CorrectBackend):
             for file in fifos_in(message.request.source.path):
                 await waits_in_open(file)
         return await super().receive_weights(message)
+
+
+@mutant("weight_sync/going_back_to_earlier_weights_gives_their_answers", says="a chat of diverged weights was answered")
+class answers_chats_with_nan(InferenceEngine):
+    """A chat whose logits are NaN is answered with logprobs of NaN, which JSON cannot hold."""
+
+    async def chat_completion(
+        self, payload: Mapping[str, object], *, timeout: float | None = None
+    ) -> openai.ChatCompletion:
+        try:
+            return await super().chat_completion(payload, timeout=timeout)
+        except NonFiniteLogits:
+            token = {"token": "x", "logprob": math.nan, "bytes": None, "top_logprobs": []}
+            return cast(openai.ChatCompletion, {"choices": [{"index": 0, "logprobs": {"content": [token]}}]})
 
 
 @mutant("openai/answers_are_json_where_tokens_cannot_be_drawn", says="float values are not JSON compliant")

@@ -6,6 +6,8 @@ A mutant is written in one of three forms, and named as reports show it:
 * a function below a decorator that :func:`backend_mutants` or :func:`engine_mutants` made changes one value on its way,
   see :mod:`drivetrain_conformance.mutants.spoil`;
 * a function below :func:`spoiled_backend` or :func:`spoiled_engine` returns a spoiled class itself.
+
+``needs`` names a capability that not every backend claims. A mutant with it is tried only where its case can pass.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import Any, Final, Protocol, TypeVar, cast
 from drivetrain.backend.base import Backend
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.engine.parts import PartKinds
+from drivetrain.types.capability import Capability
 
 SpoilBackend = Callable[[type[Backend]], type[Backend]]
 SpoilEngine = Callable[[type[InferenceEngine]], type[InferenceEngine]]
@@ -40,6 +43,8 @@ class Mutant:
     """The case that must fail, as ``group/name``."""
     says: tuple[str, ...]
     """Parts of messages, of which the failure's has one: it must be caught for what is wrong with it."""
+    needs: Capability | None = None
+    """A capability that some backends lack. Where the case is refused, the mutant is not tried."""
     spoil_backend: SpoilBackend | None = None
     spoil_engine: SpoilEngine | None = None
     spoil_part: SpoilPart | None = None
@@ -51,7 +56,7 @@ _registry: Final[dict[str, Mutant]] = {}
 class MutantDecorator(Protocol[_T]):
     """Decorator that registers an object as a mutant, with the case that must catch it and the failure's words."""
 
-    def __call__(self, caught_by: str, *, says: Words) -> Callable[[_T], _T]: ...
+    def __call__(self, caught_by: str, *, says: Words, needs: Capability | None = None) -> Callable[[_T], _T]: ...
 
 
 def backend_mutants(spoil: Callable[[type[Backend], _T], type[Backend]]) -> MutantDecorator[_T]:
@@ -64,9 +69,9 @@ def engine_mutants(spoil: Callable[[type[InferenceEngine], _T], type[InferenceEn
     return _registering(lambda wrong: {"spoil_engine": lambda engine: spoil(engine, wrong)})
 
 
-def mutant(caught_by: str, *, says: Words) -> Callable[[_T], _T]:
+def mutant(caught_by: str, *, says: Words, needs: Capability | None = None) -> Callable[[_T], _T]:
     """Register the class below as a mutant of its base class: a backend, the engine page, or a part of the engine."""
-    return _registering(_overriding)(caught_by, says=says)
+    return _registering(_overriding)(caught_by, says=says, needs=needs)
 
 
 def spoiled_backend(*, caught_by: str, says: Words) -> Callable[[SpoilBackend], SpoilBackend]:
@@ -99,7 +104,7 @@ def _overriding(wrong: Any) -> Mapping[str, object]:
 
 
 def _registering(spoils: Callable[[_T], Mapping[str, object]]) -> MutantDecorator[_T]:
-    def decorator(caught_by: str, *, says: Words) -> Callable[[_T], _T]:
+    def decorator(caught_by: str, *, says: Words, needs: Capability | None = None) -> Callable[[_T], _T]:
         def decorate(wrong: _T) -> _T:
             name = getattr(wrong, "__name__", "")
             sentence = (inspect.getdoc(wrong) or "").split("\n\n", 1)[0].replace("\n", " ")
@@ -108,7 +113,7 @@ def _registering(spoils: Callable[[_T], Mapping[str, object]]) -> MutantDecorato
                 raise TypeError(f"the mutant {name} must say what is wrong with it, and how it is caught")
             if name in _registry:
                 raise TypeError(f"there are two mutants {name}")
-            made = Mutant(name, sentence, caught_by, words)
+            made = Mutant(name, sentence, caught_by, words, needs)
             _registry[name] = dataclasses.replace(made, **spoils(wrong))  # type: ignore[arg-type]
             return wrong
 

@@ -30,8 +30,8 @@ from drivetrain_conformance.mutants.registry import Mutant, registered_mutants
 
 FAMILIES: Final = (
     *("claims", "fields", "combined", "configuration", "generation", "streams", "logprobs", "control", "weights"),
-    *("adapters", "growth", "inputs", "tool_calls", "sampling_masks", "images", "sounds", "scores", "pooled"),
-    "recurrent",
+    *("adapters", "growth", "inputs", "tool_calls", "sampling_masks", "images", "media_bounds", "sounds"),
+    *("scores", "pooled", "recurrent"),
 )
 """Modules of mutants."""
 _PROFILE: Final[Profile] = dataclasses.replace(PROFILES["ci"], name="mutants", samples=1024, cycles=20)
@@ -78,6 +78,8 @@ def run_mutants(backend: str, *, as_json: bool) -> bool:
             if not result.caught:
                 _show(result)  # again: of a long log only the end may be kept
         out.print(f"{caught} of {len(results)} mutants caught")
+        if left := len(mutants) - len(results):
+            out.print(f"{left} more were not tried: {backend} does not claim what their cases need")
     return caught == len(results)
 
 
@@ -88,7 +90,7 @@ def _show(result: MutantResult) -> None:
 
 
 def try_mutants(backend: str, mutants: Sequence[Mutant]) -> Iterator[MutantResult]:
-    """Yield the result of each mutant."""
+    """Yield the result of each mutant, except those whose case ``backend`` lacks a capability for."""
     cases = {case.id: case for case in all_cases()}
     unknown = {mutant.caught_by for mutant in mutants} - cases.keys()
     if unknown:
@@ -96,6 +98,8 @@ def try_mutants(backend: str, mutants: Sequence[Mutant]) -> Iterator[MutantResul
     sound = _verdicts_of_the_sound_engine(backend, [cases[mutant.caught_by] for mutant in mutants])
     for mutant in mutants:
         before = sound[mutant.caught_by]
+        if mutant.needs is not None and before.verdict is Verdict.REFUSED:
+            continue
         if before.verdict not in (Verdict.PASSED, Verdict.REFUSED):
             yield MutantResult(mutant, False, f"the sound engine does not pass either: {before.judgement.message}")
             continue
@@ -113,31 +117,34 @@ def _judge(mutant: Mutant, result: CaseResult) -> MutantResult:
 
 
 def _verdicts_of_the_sound_engine(backend: str, cases: Sequence[Case]) -> Mapping[str, CaseResult]:
-    suite = suite_of(backend)()
-    suite.isolation = Isolation.INLINE
-    with Runner(suite, profile=_PROFILE) as runner:
+    with Runner(suite_of_mutant(backend, None)(), profile=_PROFILE) as runner:
         return {case.id: runner.execute(case) for case in {case.id: case for case in cases}.values()}
 
 
 def _execute(backend: str, mutant: Mutant, case: Case) -> CaseResult:
     profile = _PROFILE_OF_HANGS if "hangs" in mutant.says else _PROFILE
-    with Runner(_suite_of_mutant(backend, mutant)(), profile=profile) as runner:
+    with Runner(suite_of_mutant(backend, mutant)(), profile=profile) as runner:
         return runner.execute(case)
 
 
-def _suite_of_mutant(backend: str, mutant: Mutant) -> type[Suite]:
+def suite_of_mutant(backend: str, mutant: Mutant | None) -> type[Suite]:
+    """Return the suite of ``backend`` spoiled as ``mutant`` says, or of the sound one."""
     sound = suite_of(backend)
+    # A spoiled class exists in this process alone, so that a backend that asks for a process of its own runs here too.
+    is_hosted = registry.load_backend(backend).endangers_its_process
 
     class MutantSuite(sound):  # type: ignore[valid-type, misc]
         """The suite of a backend that is spoiled in one way."""
 
-        isolation = Isolation.INLINE
+        isolation = None if is_hosted else Isolation.INLINE
 
         def open_engine(self, fields: Mapping[str, object]) -> InferenceEngine:
-            if mutant.spoil_backend is not None:
+            if mutant is not None and mutant.spoil_backend is not None:
                 with _registered(mutant.spoil_backend(registry.load_backend(backend))) as name:
-                    return create_engine({"isolation": self.isolation, **fields, "backend": name})
+                    return create_engine({"isolation": Isolation.INLINE, **fields, "backend": name})
             engine: InferenceEngine = super().open_engine(fields)
+            if mutant is None:
+                return engine
             if mutant.spoil_engine is not None:
                 # The page is concrete and made in one place, so a spoiled one is the sound one with another class.
                 engine.__class__ = mutant.spoil_engine(type(engine))
@@ -153,6 +160,7 @@ def _suite_of_mutant(backend: str, mutant: Mutant) -> type[Suite]:
 def _registered(spoiled: type[Backend]) -> Iterator[str]:
     """Let ``create_engine`` find the spoiled class under a name of its own."""
     spoiled.name = f"{spoiled.name}-spoiled"
+    spoiled.endangers_its_process = False
     plugin = _Plugin(spoiled)
     registry.register(plugin)
     try:

@@ -68,6 +68,28 @@ async def streams_all_at_the_end(deltas: _Deltas) -> _Deltas:
         yield delta
 
 
+@deltas_mutant("streaming/tokens_come_while_others_are_generated", says="tokens that no chunk had shown")
+async def streams_in_bursts(deltas: _Deltas) -> _Deltas:
+    """A stream shows eight steps at once."""
+    held: list[TokenDelta] = []
+    async for delta in deltas:
+        held.append(delta)
+        if len(held) == 8 or delta.result is not None:
+            for one in held:
+                yield one
+            held.clear()
+
+
+@deltas_mutant("streaming/tokens_come_while_others_are_generated", says="tokens that no chunk had shown")
+async def streams_a_few_tokens_late(deltas: _Deltas) -> _Deltas:
+    """A stream shows each step three steps later."""
+    held: list[TokenDelta] = []
+    async for delta in deltas:
+        held.append(delta)
+        while len(held) > 3 or (held and delta.result is not None):
+            yield held.pop(0)
+
+
 @deltas_mutant("streaming/each_streamed_token_has_its_logprob", says="assert logprobs == completion.logprobs")
 async def streams_logprobs_of_the_token_before(deltas: _Deltas) -> _Deltas:
     """While a stream runs, each logprob is that of the previous step."""

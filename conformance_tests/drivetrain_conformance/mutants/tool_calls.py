@@ -126,3 +126,14 @@ class numbers_calls_from_zero(InferenceEngine):
             for place, call in enumerate(choice["message"].get("tool_calls", [])):
                 call["id"] = f"call_{place}"
         return answer
+
+
+@mutant(_CASE, says='{"a": 1}}</tool_call>\' the calls of add are [\'{"a": 1}\']')
+class looks_at_the_template_alone(InferenceEngine):
+    """The configured tool_call_parser is ignored: the chat template decides."""
+
+    async def chat_completion(
+        self, payload: Mapping[str, object], *, timeout: float | None = None
+    ) -> openai.ChatCompletion:
+        self.config = self.config.model_copy(update={"tool_call_parser": None})
+        return await super().chat_completion(payload, timeout=timeout)

@@ -7,7 +7,7 @@ import dataclasses
 import shutil
 import tempfile
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager, nullcontext, suppress
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +21,14 @@ from drivetrain.engine.served_weights import ServedWeights
 from drivetrain.engine.states import WeightState
 from drivetrain.engine.weight_transaction import WeightTransaction
 from drivetrain.engine.weight_updates import WeightUpdates
-from drivetrain.errors import DrivetrainError, EngineStateError, InvalidWeights, NonFiniteLogits, WeightPlanMismatch
+from drivetrain.errors import (
+    DrivetrainError,
+    EngineInternalError,
+    EngineStateError,
+    InvalidWeights,
+    NonFiniteLogits,
+    WeightPlanMismatch,
+)
 from drivetrain.types.config import EngineConfig
 from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain.types.outputs import FinishReason, VersionSpan
@@ -428,6 +435,31 @@ class saves_the_weights_and_a_configuration(CorrectBackend):
     async def save_sharded(self, path: str) -> None:
         await super().save_sharded(path)
         await asyncio.to_thread(Path(path, "generation_config.json").unlink)
+
+
+@mutant("lifecycle/nothing_is_saved_where_something_is", says="a save on a full disk left")
+class leaves_half_a_model_on_a_full_disk(SoundBackend):
+    """Files of a save that failed for want of room are left."""
+
+    async def save_sharded(self, path: str) -> None:
+        try:
+            await super().save_sharded(path)
+        except EngineInternalError:
+            await asyncio.to_thread(shutil.copytree, self.config.model, path, copy_function=_copy_a_little)
+            raise
+
+
+def _copy_a_little(source: str, target: str) -> None:
+    Path(target).write_bytes(Path(source).read_bytes()[:1000])
+
+
+@mutant("lifecycle/nothing_is_saved_where_something_is", says="a model fits a full disk")
+class takes_a_full_disk_for_a_saved_model(SoundBackend):
+    """A save that fails for want of room counts as done."""
+
+    async def save_sharded(self, path: str) -> None:
+        with suppress(EngineInternalError):
+            await super().save_sharded(path)
 
 
 @mutant("lifecycle/nothing_is_saved_where_something_is", says="a folder with a file in it was saved to")

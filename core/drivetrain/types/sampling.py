@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Annotated, ClassVar, Final, Literal
 from urllib.parse import unquote
@@ -360,6 +360,16 @@ class SamplingParams(_Frozen):
                 )
         return value
 
+    @field_validator("logit_processors")
+    @classmethod
+    def _some_token_is_left(cls, value: tuple[LogitProcessor, ...]) -> tuple[LogitProcessor, ...]:
+        if len(value) > 1 and _allowed(value) == frozenset():
+            raise ValueError(
+                "they leave no token: no id is in every action_mask's allowed_token_ids and in no disallowed_tokens' "
+                "token_ids; change one of them"
+            )
+        return value
+
     @model_validator(mode="after")
     def _consistent(self) -> SamplingParams:
         if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
@@ -374,23 +384,23 @@ class SamplingParams(_Frozen):
             raise ValueError("return_prompt_ranks needs the prompt's logprobs; set prompt_logprobs=0 or leave it out")
         if self.max_new_tokens == 0 and self.n > 1:
             raise ValueError(f"max_new_tokens=0 samples nothing, so n={self.n} has no meaning; use n=1")
-        if len(self.logit_processors) > 1 and self.allowed_token_ids == frozenset():
-            raise ValueError(
-                "logit_processors leave no token: no id is in every action_mask's allowed_token_ids and in no "
-                "disallowed_tokens' token_ids; change one of them"
-            )
         return self
 
     @property
     def allowed_token_ids(self) -> frozenset[int] | None:
         """Ids that all action masks allow and no disallowed tokens exclude; None without an action mask."""
-        masks = [set(one.allowed_token_ids) for one in self.logit_processors if isinstance(one, ActionMask)]
-        if not masks:
-            return None
-        return frozenset(set.intersection(*masks) - self.disallowed_token_ids)
+        return _allowed(self.logit_processors)
 
     @property
     def disallowed_token_ids(self) -> frozenset[int]:
         """Ids that any of the disallowed tokens excludes."""
-        banned = (one.token_ids for one in self.logit_processors if isinstance(one, DisallowedTokens))
-        return frozenset().union(*banned)
+        return _disallowed(self.logit_processors)
+
+
+def _allowed(processors: Sequence[LogitProcessor]) -> frozenset[int] | None:
+    masks = [set(one.allowed_token_ids) for one in processors if isinstance(one, ActionMask)]
+    return frozenset(set.intersection(*masks) - _disallowed(processors)) if masks else None
+
+
+def _disallowed(processors: Sequence[LogitProcessor]) -> frozenset[int]:
+    return frozenset().union(*(one.token_ids for one in processors if isinstance(one, DisallowedTokens)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -10,7 +11,7 @@ from types import MappingProxyType
 import torch
 from safetensors.torch import save_file
 
-from drivetrain.errors import InvalidRequest
+from drivetrain.errors import EngineInternalError, InvalidRequest, WeightSyncError
 from drivetrain_weight_sync.receiver.lora_adapters import (
     GivenAdapter,
     LoraAdapter,
@@ -55,6 +56,7 @@ class PlainAdapters:
 
         Raises:
             InvalidRequest: the folder holds no adapter that the engine can serve.
+            EngineInternalError: the folder for the engine cannot be written; the one written before is kept.
         """
         adapter, zeros = _checked(adapter_in(path), self.largest_rank, self.adapted_with, namings)
         if not zeros and not adapter.unusual:
@@ -66,11 +68,10 @@ class PlainAdapters:
                 "rank and alpha for all modules, and with all layers that the engine fuses",
                 field="lora_path",
             )
+        folder = _written(adapter, zeros)
         self.remove(lora_name)
-        self._written[lora_name] = PushFolder(None)
-        folder = self._written[lora_name].path
-        write_plain(adapter, folder, zeros)
-        return str(folder)
+        self._written[lora_name] = folder
+        return str(folder.path)
 
     def remove(self, lora_name: str) -> None:
         """Remove an adapter's rewritten folder, if there is one; the engine must have unloaded it."""
@@ -133,6 +134,23 @@ def _unadapted(
             if module not in adapter.modules and f"{module}.weight" in shapes:
                 found[module] = shapes[f"{module}.weight"]
     return found
+
+
+def _written(adapter: LoraAdapter, zeros: Mapping[str, tuple[int, ...]]) -> PushFolder:
+    try:
+        folder = PushFolder(None)
+        try:
+            with folder.writing():
+                write_plain(adapter, folder.path, zeros)
+        except BaseException:
+            folder.remove()
+            raise
+    except WeightSyncError as error:
+        raise EngineInternalError(
+            f"the adapter has to be rewritten for the engine, and there is no room for it: {error.__cause__}; make "
+            f"room in {tempfile.gettempdir()}, or name another folder by TMPDIR"
+        ) from error
+    return folder
 
 
 def write_plain(adapter: LoraAdapter, folder: Path, zeros: Mapping[str, tuple[int, ...]]) -> None:
