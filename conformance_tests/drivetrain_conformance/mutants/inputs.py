@@ -135,6 +135,18 @@ class drops_the_template_of_a_request(InferenceEngine):
         return await super().chat_completion(payload, timeout=timeout)
 
 
+@mutant("openai/what_is_not_honoured_is_refused_by_name", says="'temperature': True")
+class takes_truth_for_a_number(InferenceEngine):
+    """A boolean where the OpenAI API has a number is read as 1 or 0."""
+
+    async def chat_completion(
+        self, payload: Mapping[str, object], *, timeout: float | None = None
+    ) -> openai.ChatCompletion:
+        is_true = payload.get("temperature") is True
+        payload = {**payload, "temperature": 1.0} if is_true else payload
+        return await super().chat_completion(payload, timeout=timeout)
+
+
 @mutant("openai/an_empty_list_of_tool_calls_changes_no_prompt", says="with an empty list of tool calls the prompt is")
 class takes_an_empty_list_for_calls(InferenceEngine):
     """A turn of the history with an empty list of tool calls loses its text, as a turn with calls has none."""
