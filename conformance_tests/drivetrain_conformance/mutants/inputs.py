@@ -13,6 +13,7 @@ from typing import Any, cast
 from pydantic import ValidationError
 
 from drivetrain import openai
+from drivetrain.backend.base import GenerateRequest, GenerateResult
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.engine.request_builder import ParamsLike
 from drivetrain.errors import EngineStartError, InvalidConfig, InvalidRequest
@@ -99,6 +100,31 @@ def follows_no_reference_to_a_url(params: Mapping[str, object]) -> Mapping[str, 
     grammar = params.get("structured_output")
     schema = str(grammar.get("json_schema")) if isinstance(grammar, dict) else ""
     return {**params, "structured_output": None, "max_new_tokens": 1} if '"$ref": "https:' in schema else params
+
+
+@arguments_mutant(
+    "structured_output/a_schema_that_is_no_json_is_refused",
+    says="expected InvalidRequest for sampling_params.structured_output, but nothing was raised",
+)
+def follows_no_reference_to_itself(params: Mapping[str, object]) -> Mapping[str, object]:
+    """A reference of a JSON schema that leads back to itself is accepted and constrains nothing."""
+    grammar = params.get("structured_output")
+    is_circular = isinstance(grammar, dict) and grammar.get("json_schema") == '{"$ref": "#"}'
+    return {**params, "structured_output": None, "max_new_tokens": 1} if is_circular else params
+
+
+@mutant(
+    "structured_output/a_grammar_that_does_not_compile_is_refused",
+    says="the error names the field 'sampling_params', not 'sampling_params.structured_output'",
+)
+class refuses_grammars_without_their_name(SoundBackend):
+    """A grammar that does not compile is refused as a mistake somewhere in the sampling params."""
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        try:
+            return await super().generate(request)
+        except InvalidRequest as error:
+            raise InvalidRequest(str(error), field="sampling_params") from error
 
 
 @spoiled_engine(

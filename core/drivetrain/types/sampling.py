@@ -95,11 +95,13 @@ class JsonSchema(_Frozen):
         if not isinstance(schema, dict | bool):
             raise ValueError(f"a JSON schema is an object; this is a {type(schema).__name__}")
         for reference in _references(schema):
-            if not _resolves(reference, schema):
+            if _target(reference, schema) is _NOTHING:
                 raise ValueError(
                     f"$ref {shown(reference)} leads to nothing in the schema; write what it stands for into '$defs', "
                     "and refer to it as '#/$defs/NAME'"
                 )
+        if (circular := _circular_reference(schema)) is not None:
+            raise ValueError(f"$ref {shown(circular)} leads back to itself, so that it stands for no value")
         return value
 
 
@@ -122,15 +124,18 @@ def _references(schema: object) -> Iterator[str]:
                 todo += nodes
 
 
-def _resolves(reference: str, schema: object) -> bool:
-    """Return whether a JSON pointer such as ``#/$defs/name`` resolves within the schema.
+_NOTHING: Final = object()
+
+
+def _target(reference: str, schema: object) -> object:
+    """Return the part of a schema that a JSON pointer such as ``#/$defs/name`` points to; ``_NOTHING`` without one.
 
     Engines accept any value where a reference does not resolve, so anything else is treated as unresolved.
     """
     if reference == "#":
-        return True
+        return schema
     if not reference.startswith("#/"):
-        return False
+        return _NOTHING
     node = schema
     for escaped in reference[2:].split("/"):
         key = unquote(escaped).replace("~1", "/").replace("~0", "~")
@@ -139,8 +144,24 @@ def _resolves(reference: str, schema: object) -> bool:
         elif isinstance(node, list) and key.isdecimal() and int(key) < len(node):
             node = node[int(key)]
         else:
-            return False
-    return True
+            return _NOTHING
+    return node
+
+
+def _circular_reference(schema: object) -> str | None:
+    """Return a ``$ref`` that leads back to itself through other references alone; None if there is none."""
+    ending: set[str] = set()
+    for reference in _references(schema):
+        chain: set[str] = set()
+        followed: object = reference
+        while isinstance(followed, str) and followed not in ending:
+            if followed in chain:
+                return followed
+            chain.add(followed)
+            target = _target(followed, schema)
+            followed = target.get("$ref") if isinstance(target, dict) else None
+        ending |= chain
+    return None
 
 
 class RegexGrammar(_Frozen):
