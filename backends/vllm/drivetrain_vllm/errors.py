@@ -23,7 +23,8 @@ def as_engine_error(error: BaseException) -> DrivetrainError:
     elif any(known in words for known in OUT_OF_MEMORY):
         mapped = EngineOutOfMemory(f"{type(error).__name__}: {error}")
     elif isinstance(error, ValueError) or any(kind.__name__ == "VLLMClientError" for kind in type(error).__mro__):
-        mapped = InvalidRequest(f"vLLM refused the request: {error}", field="sampling_params")
+        field = "sampling_params.structured_output" if "grammar" in words else "sampling_params"
+        mapped = InvalidRequest(f"vLLM refused {field}: {error}", field=field)
     else:
         mapped = EngineInternalError(f"{type(error).__name__}: {error}")
     mapped.__cause__ = error

@@ -644,15 +644,18 @@ async def a_version_that_says_nothing_is_refused(bench: Bench) -> None:
 
 # Configuration -------------------------------------------------------------------------------------------------------
 
+_NO_TEXT: Final = ("a\0b", "/a\0b", "\ud800", "x" * 5000)
+"""Text that no path and no argument of a process can hold."""
+
 WRONG_CONFIG: Final[Mapping[str, Sequence[object]]] = {
-    "backend": (3, None),
-    "model": ("/no/such/folder", "./no-such-folder", "a/b/c", " ", ""),
-    "tokenizer": ("/no/such/folder", 3),
-    "revision": (3,),
+    "backend": (3, None, *_NO_TEXT),
+    "model": ("/no/such/folder", "./no-such-folder", "a/b/c", " ", "", *_NO_TEXT),
+    "tokenizer": ("/no/such/folder", 3, *_NO_TEXT),
+    "revision": (3, "", *_NO_TEXT),
     "task": ("sing", 3),
     "trust_remote_code": ("perhaps", 7, None),
     "dtype": ("int3", 3, None),
-    "device": (3,),
+    "device": (3, "", *_NO_TEXT),
     "tensor_parallel_size": (0, 2**31, 1.5, "two", None),
     "pipeline_parallel_size": (0, 2**31, 1.5, "two", None),
     "data_parallel_size": (0, 2**31, 1.5, "two", None),
@@ -662,7 +665,7 @@ WRONG_CONFIG: Final[Mapping[str, Sequence[object]]] = {
     "max_num_seqs": (0, 2**31, 1.5, "many"),
     "context_length": (0, 2**31, 1.5, "long"),
     "enable_prefix_caching": ("perhaps", 7, None),
-    "attention_backend": (3,),
+    "attention_backend": (3, "", *_NO_TEXT),
     "enable_lora": ("perhaps", 7, None),
     "max_loras": (0, 2**31, 1.5, "many"),
     "max_lora_rank": (0, 2**31, 1.5, "high"),
@@ -673,11 +676,11 @@ WRONG_CONFIG: Final[Mapping[str, Sequence[object]]] = {
     "sleep_keeps_weights": ("perhaps", 7, None),
     "weight_version": ("", "\ud800", "a\0b", "x" * 5000, 3, None),
     "tool_call_parser": ("esperanto", 3),
-    "engine_kwargs": ("fast", ["fast"], {3: 1}, {"f": object()}, None),
+    "engine_kwargs": ("fast", ["fast"], {3: 1}, {"f": object()}, None, {"f": "\ud800"}, {"\ud800": 1}, {"f": 2**70}),
     "isolation": ("orbit", 3),
-    "python": (3, ["python"]),
-    "endpoint": ("localhost:30000", "ftp://localhost:21", "http://", 3),
-    "endpoint_api_key": ("", 3),
+    "python": (3, ["python"], "", *_NO_TEXT),
+    "endpoint": ("localhost:30000", "ftp://localhost:21", "http://", 3, "http://a\0b:1", "http://\ud800:1"),
+    "endpoint_api_key": ("", 3, "a\nb", "é", *_NO_TEXT),
     "media": (
         *("small", {"max_bytes": 0}, {"max_pixels": 1.5}, {"max_video_seconds": -1}, {"max_audio_samples": 0}),
         *({"max_frames": 3}, None),

@@ -666,6 +666,10 @@ _ENDLESS: Final = "{% for a in range(99999) %}" * 4 + "{% endfor %}" * 4
 # Refusals ------------------------------------------------------------------------------------------------------------
 
 
+_NUMBERS: Final = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
+"""Fields whose value may have a fraction."""
+
+
 @case()
 async def what_is_not_honoured_is_refused_by_name(bench: Bench) -> None:
     """A field that is unknown, out of range or unsupported is refused with OpenAI's error body, naming it."""
@@ -676,6 +680,7 @@ async def what_is_not_honoured_is_refused_by_name(bench: Bench) -> None:
         ("audio", {}),
         ("n", 0),
         ("temperature", -1),
+        *((field, value) for field in _NUMBERS for value in (True, "0.5")),
         ("top_p", 1.5),
         ("max_tokens", -1),
         ("max_completion_tokens", 3),
@@ -702,6 +707,7 @@ async def what_is_not_honoured_is_refused_by_name(bench: Bench) -> None:
         ({"chat_template_kwargs": {"chat_template": _ENDLESS}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
         ({"logit_bias": {"x": 1}}, "logit_bias.x"),
+        ({"logit_bias": {"5": True}}, "logit_bias.5"),
     ):
         refusal = await _chat_refusal(bench, {**good, **nested})
         assert refusal["error"]["param"] == name

@@ -47,6 +47,8 @@ _RARER: Final[Sequence[tuple[dict[str, object], Callable[[Any], bool]]]] = (
 )
 """Schemas with keywords that libraries accept and ignore, and what values of them hold."""
 
+_FIELD: Final = "sampling_params.structured_output"
+
 _ALIKE: Final = {"title": "Answer", "$id": "https://example.org/answer", "description": "One word. " * 60}
 """Keywords that schemas of two versions of a class have in common."""
 _NAMESAKES: Final[Sequence[Sequence[str]]] = (("yes", "no"), ("left", "right"), ("up", "down"))
@@ -183,7 +185,7 @@ async def what_leaves_no_token_ends_in_an_error(bench: Bench) -> None:
     held_back = digits.model_copy(update={"min_new_tokens": 12})
     for params, field in ((masked, "logit_processors"), (held_back, "min_new_tokens")):
         for temperature in (0.0, 1.0):
-            with refused(NoTokenAllowed, field="sampling_params.structured_output", naming=field):
+            with refused(NoTokenAllowed, field=_FIELD, naming=field):
                 await bench.engine.generate(prompts[0], params.model_copy(update={"temperature": temperature}))
     before = await bench.greedy(prompts)
     others = bench.engine.generate(prompts[0], masked), bench.engine.generate(prompts[1], digits)
@@ -202,10 +204,11 @@ async def what_leaves_no_token_ends_in_an_error(bench: Bench) -> None:
 async def a_schema_that_is_no_json_is_refused(bench: Bench) -> None:
     """A JSON schema that is not JSON, or not a schema, is refused before any work, naming the field.
 
-    A reference that leads out of the schema, such as to a URL, would constrain nothing, and is refused too.
+    A reference that leads out of the schema, such as to a URL, would constrain nothing, and one that leads back to
+    itself allows nothing: both are refused too.
     """
     for schema in ('{"type": "object"', "[1, 2]", "", *map(json.dumps, _REFERRING)):
-        with refused(InvalidRequest, field="sampling_params.structured_output"):
+        with refused(InvalidRequest, field=_FIELD):
             await bench.engine.generate(
                 bench.prompt(), {"structured_output": {"kind": "json_schema", "json_schema": schema}}
             )
@@ -216,15 +219,18 @@ _REFERRING: Final[Sequence[object]] = (
     {"type": "object", "properties": {"a": {"$ref": "answer.json#/$defs/a"}}, "required": ["a"]},
     {"$defs": {"a": {"enum": ["yes"]}}, "anyOf": [{"$ref": "#/$defs/b"}, {"$ref": "#/$defs/a"}]},
     {"$dynamicRef": "#nowhere"},
+    {"$ref": "#"},
+    {"type": "object", "properties": {"a": {"$ref": "#/$defs/a"}}, "$defs": {"a": {"$ref": "#/$defs/a"}}},
+    {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
 )
-"""Schemas with references to a URL, to a file and to nothing."""
+"""Schemas with references to a URL, to a file, to nothing and to themselves."""
 
 
 @case()
 async def a_regex_that_does_not_compile_is_refused(bench: Bench) -> None:
     """A regular expression that is empty or does not compile is refused before any work, naming the field."""
     for given, words in (("(cat|dog", "(cat"), ("", "at least 1 character")):
-        with refused(InvalidRequest, field="sampling_params.structured_output", naming=words):
+        with refused(InvalidRequest, field=_FIELD, naming=words):
             await bench.engine.generate(bench.prompt(), {"structured_output": {"kind": "regex", "regex": given}})
 
 
@@ -233,7 +239,7 @@ async def a_schema_with_unknown_types_is_refused(bench: Bench) -> None:
     """JSON that is not a valid schema is refused as a mistake in the request, and the engine serves on."""
     for broken in ('{"type": "no such type"}', '{"type": "string", "format": []}', '{"allOf": 5}'):
         params = SamplingParams(max_new_tokens=8, structured_output=JsonSchema(json_schema=broken))
-        with refused(InvalidRequest):
+        with refused(InvalidRequest, field=_FIELD):
             await bench.engine.generate(bench.prompt(), params)
     assert (await bench.greedy([bench.prompt()]))[0].token_ids
 
@@ -242,14 +248,14 @@ async def a_schema_with_unknown_types_is_refused(bench: Bench) -> None:
 async def a_grammar_that_does_not_compile_is_refused(bench: Bench) -> None:
     """A grammar that does not compile is refused as a mistake in the request, and the engine serves on."""
     for broken in ("root ::= (((", 'root ::= missing "a"\n'):
-        with refused(InvalidRequest):
+        with refused(InvalidRequest, field=_FIELD):
             params = SamplingParams(max_new_tokens=8, structured_output=EbnfGrammar(ebnf=broken))
             await bench.engine.generate(bench.prompt(), params)
     assert (await bench.greedy([bench.prompt()]))[0].token_ids
 
 
-def _require_params_named(error: InvalidRequest) -> None:
-    assert (error.field or "").startswith("sampling_params"), f"the error names {error.field!r}"
+def _require_grammar_named(error: InvalidRequest) -> None:
+    assert error.field.startswith(_FIELD), f"the error names {error.field!r}: {error}"
 
 
 async def _is_held_or_refused(bench: Bench, schema: JsonSchema, holds: Callable[[Any], bool]) -> None:
@@ -257,7 +263,7 @@ async def _is_held_or_refused(bench: Bench, schema: JsonSchema, holds: Callable[
     try:
         output = await bench.engine.generate(bench.prompt(), params)
     except InvalidRequest as error:
-        _require_params_named(error)
+        _require_grammar_named(error)
         return
     wrong = [one.text for one in _ended(output.completions) if not holds(json.loads(one.text))]
     assert not wrong, f"{wrong[0]!r} is not of the schema {schema.json_schema}"

@@ -13,6 +13,7 @@ from typing import Any, cast
 from pydantic import ValidationError
 
 from drivetrain import openai
+from drivetrain.backend.base import GenerateRequest, GenerateResult
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.engine.request_builder import ParamsLike
 from drivetrain.errors import EngineStartError, InvalidConfig, InvalidRequest, NonFiniteLogits
@@ -120,6 +121,31 @@ def follows_no_reference_to_a_url(params: Mapping[str, object]) -> Mapping[str, 
     return {**params, "structured_output": None, "max_new_tokens": 1} if '"$ref": "https:' in schema else params
 
 
+@arguments_mutant(
+    "structured_output/a_schema_that_is_no_json_is_refused",
+    says="expected InvalidRequest for sampling_params.structured_output, but nothing was raised",
+)
+def follows_no_reference_to_itself(params: Mapping[str, object]) -> Mapping[str, object]:
+    """A reference of a JSON schema that leads back to itself is accepted and constrains nothing."""
+    grammar = params.get("structured_output")
+    is_circular = isinstance(grammar, dict) and grammar.get("json_schema") == '{"$ref": "#"}'
+    return {**params, "structured_output": None, "max_new_tokens": 1} if is_circular else params
+
+
+@mutant(
+    "structured_output/a_grammar_that_does_not_compile_is_refused",
+    says="the error names the field 'sampling_params', not 'sampling_params.structured_output'",
+)
+class refuses_grammars_without_their_name(SoundBackend):
+    """A grammar that does not compile is refused as a mistake somewhere in the sampling params."""
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        try:
+            return await super().generate(request)
+        except InvalidRequest as error:
+            raise InvalidRequest(str(error), field="sampling_params") from error
+
+
 @spoiled_engine(
     caught_by="errors/other_arguments_of_a_wrong_type_are_refused", says="abort(request_id=3): AttributeError"
 )
@@ -151,6 +177,18 @@ class drops_the_template_of_a_request(InferenceEngine):
         variables = payload.get("chat_template_kwargs")
         if isinstance(variables, dict) and "chat_template" in variables:
             payload = {**payload, "chat_template_kwargs": {}}
+        return await super().chat_completion(payload, timeout=timeout)
+
+
+@mutant("openai/what_is_not_honoured_is_refused_by_name", says="'temperature': True")
+class takes_truth_for_a_number(InferenceEngine):
+    """A boolean where the OpenAI API has a number is read as 1 or 0."""
+
+    async def chat_completion(
+        self, payload: Mapping[str, object], *, timeout: float | None = None
+    ) -> openai.ChatCompletion:
+        is_true = payload.get("temperature") is True
+        payload = {**payload, "temperature": 1.0} if is_true else payload
         return await super().chat_completion(payload, timeout=timeout)
 
 

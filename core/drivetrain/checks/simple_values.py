@@ -12,6 +12,8 @@ from drivetrain.errors import InvalidRequest
 
 LONGEST_NAME: Final = 512
 """Maximum characters of a name; engines use names in paths and log lines."""
+LONGEST_PATH: Final = 4096
+"""Maximum characters of a path, as Linux has it, and of any other text of a configuration."""
 LONGEST_REQUEST_ID: Final = LONGEST_NAME - 12
 """Maximum characters of a request id; leaves room for prompt and sample numbers, as in ``ID-3/7``."""
 LONGEST_SECONDS: Final = 10.0**9

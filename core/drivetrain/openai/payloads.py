@@ -16,7 +16,6 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    FiniteFloat,
     JsonValue,
     StrictBool,
     StrictInt,
@@ -33,7 +32,7 @@ from drivetrain.checks.pydantic_errors import describe_validation_error, shown_n
 from drivetrain.checks.safe_repr import shown
 from drivetrain.errors import InvalidRequest
 from drivetrain.types.prompts import Message, TextPrompt, TokenPrompt
-from drivetrain.types.sampling import LogitProcessor, LogprobsMode, StructuredOutput, TokenId
+from drivetrain.types.sampling import LogitProcessor, LogprobsMode, Number, StructuredOutput, TokenId
 
 _T = TypeVar("_T")
 
@@ -137,17 +136,15 @@ class _Payload(_Frozen):
 
     model: StrictStr | None = Field(default=None, description="Name of the served model; None: any.")
     n: StrictInt | None = Field(default=None, description="Choices per prompt; 1 if not given.")
-    temperature: FiniteFloat | None = Field(
-        default=None, description="Divides the logits; 1 if not given; 0 is greedy."
-    )
-    top_p: FiniteFloat | None = Field(default=None, description="Nucleus probability.")
-    frequency_penalty: FiniteFloat | None = Field(
+    temperature: Number | None = Field(default=None, description="Divides the logits; 1 if not given; 0 is greedy.")
+    top_p: Number | None = Field(default=None, description="Nucleus probability.")
+    frequency_penalty: Number | None = Field(
         default=None, description="Subtracted from a logit for each time its token was generated."
     )
-    presence_penalty: FiniteFloat | None = Field(
+    presence_penalty: Number | None = Field(
         default=None, description="Subtracted from a logit once its token was generated."
     )
-    logit_bias: Annotated[dict[TokenId, FiniteFloat], BeforeValidator(_ids_from_json)] | None = Field(
+    logit_bias: Annotated[dict[TokenId, Number], BeforeValidator(_ids_from_json)] | None = Field(
         default=None, description="Token id → value added to its logit."
     )
     seed: StrictInt | None = Field(default=None, description="Choice i of a prompt uses seed + i.")
@@ -160,8 +157,8 @@ class _Payload(_Frozen):
     metadata: dict[str, str] | None = Field(default=None, description="Labels of the caller's, without effect.")
     # Not in the OpenAI API
     top_k: StrictInt | None = Field(default=None, description="Number of candidate tokens; 0 is off.")
-    min_p: FiniteFloat | None = Field(default=None, description="Minimum probability, as a share of the top token's.")
-    repetition_penalty: FiniteFloat | None = Field(
+    min_p: Number | None = Field(default=None, description="Minimum probability, as a share of the top token's.")
+    repetition_penalty: Number | None = Field(
         default=None, description="Divides positive and multiplies negative logits of tokens seen; 1 is off."
     )
     min_tokens: StrictInt | None = Field(default=None, description="Minimum tokens before any stop.")
@@ -339,8 +336,8 @@ def _path(loc: tuple[int | str, ...], value: object, *, is_missing: bool) -> lis
     """Return the path to an error in the payload, without union branches, which pydantic adds to its location."""
     path: list[str] = []
     for part in loc:
-        if isinstance(value, Mapping) and part in value:
-            value = value[part]
+        if isinstance(value, Mapping) and (part in value or str(part) in value):
+            value = value[part if part in value else str(part)]  # a token id is text in JSON
         elif isinstance(value, Sequence) and isinstance(part, int) and part < len(value):
             value = value[part]
         else:

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 from urllib.parse import urlsplit
 
+import msgspec
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -25,7 +27,7 @@ from drivetrain.checks.enum_fields import BY_NAME
 from drivetrain.checks.name_hints import CONFIG_NAMES
 from drivetrain.checks.pydantic_errors import describe_validation_error
 from drivetrain.checks.safe_repr import HIDDEN, secrets_in, shown, without_secrets
-from drivetrain.checks.simple_values import LONGEST_SECONDS, fault_of_name
+from drivetrain.checks.simple_values import LONGEST_PATH, LONGEST_SECONDS, fault_of_name
 from drivetrain.errors import InvalidConfig
 from drivetrain.types.sampling import INT32_MAX, LogprobsMode
 
@@ -37,8 +39,16 @@ def _no_flag(value: object) -> object:
     return value
 
 
+def _text(value: str) -> str:
+    """Reject text that no path and no argument of a process can hold."""
+    if fault := fault_of_name(value, LONGEST_PATH):
+        raise ValueError(fault)
+    return value
+
+
 Seconds = Annotated[float, Field(gt=0, le=LONGEST_SECONDS), BeforeValidator(_no_flag)]
 Share = Annotated[float, Field(gt=0, le=1), BeforeValidator(_no_flag)]
+Text = Annotated[str, AfterValidator(_text)]
 Count = Annotated[StrictInt, Field(ge=1, le=INT32_MAX)]
 
 
@@ -143,10 +153,10 @@ class EngineConfig(BaseModel):
     hidden_fields: ClassVar = ("endpoint", "endpoint_api_key")
     """Fields whose value may hold a key or password; error messages leave it out."""
 
-    backend: str = Field(description="Name of the backend: transformers, or a plugin's.")
-    model: str = Field(description="Folder or hub id of the model.")
-    tokenizer: str | None = Field(default=None, description="Folder or hub id of the tokenizer; None: the model's.")
-    revision: str | None = Field(default=None, description="Revision of the model on the hub.")
+    backend: Text = Field(description="Name of the backend: transformers, or a plugin's.")
+    model: Text = Field(description="Folder or hub id of the model.")
+    tokenizer: Text | None = Field(default=None, description="Folder or hub id of the tokenizer; None: the model's.")
+    revision: Text | None = Field(default=None, description="Revision of the model on the hub.")
     task: Annotated[Task, BY_NAME] = Field(
         default=Task.GENERATE, description="Kind of model: generate, embed or reward."
     )
@@ -154,7 +164,7 @@ class EngineConfig(BaseModel):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="Type of the weights; auto: the checkpoint's."
     )
-    device: str | None = Field(default=None, description="cpu, cuda, cuda:1, …; None: a GPU if there is one.")
+    device: Text | None = Field(default=None, description="cpu, cuda, cuda:1, …; None: a GPU if there is one.")
     tensor_parallel_size: Count = Field(default=1, description="Number of devices over which each layer is split.")
     pipeline_parallel_size: Count = Field(
         default=1, description="Number of devices over which the layers are distributed."
@@ -176,7 +186,7 @@ class EngineConfig(BaseModel):
         default=None, description="Maximum tokens of prompt and output together; None: the model's limit."
     )
     enable_prefix_caching: bool = Field(default=True, description="Reuse the KV cache of prompts with a common prefix.")
-    attention_backend: str | None = Field(
+    attention_backend: Text | None = Field(
         default=None, description="Attention implementation, by the engine's name for it; None: the engine's default."
     )
     enable_lora: bool = Field(default=False, description="Prepare for LoRA adapters.")
@@ -207,11 +217,11 @@ class EngineConfig(BaseModel):
     isolation: Annotated[Isolation, BY_NAME] | None = Field(
         default=None, description="Where the engine runs; None: the backend's choice."
     )
-    python: str | None = Field(
+    python: Text | None = Field(
         default=None,
         description="Python executable of the engine's environment; None: this one. Implies isolation 'process'.",
     )
-    endpoint: str | None = Field(
+    endpoint: Text | None = Field(
         default=None,
         description="http://host:port of a running server, for backends that connect to a server.",
     )
@@ -239,6 +249,14 @@ class EngineConfig(BaseModel):
             raise ValueError("it holds a user or a password; a server's key belongs into endpoint_api_key")
         return value.rstrip("/")
 
+    @field_validator("endpoint_api_key")
+    @classmethod
+    def _key_fits_a_header(cls, value: SecretStr | None) -> SecretStr | None:
+        key = value.get_secret_value() if value is not None else ""
+        if not (key.isascii() and key.isprintable()):
+            raise ValueError("expected printable ASCII characters, which an HTTP header can hold")
+        return value
+
     @field_validator("tool_call_parser")
     @classmethod
     def _parser_known(cls, value: str | None) -> str | None:
@@ -246,6 +264,15 @@ class EngineConfig(BaseModel):
 
         if value is not None and value not in DIALECTS:
             raise ValueError(f"there is no such parser; known: {', '.join(sorted(DIALECTS))}")
+        return value
+
+    @field_validator("engine_kwargs")
+    @classmethod
+    def _kwargs_can_be_sent(cls, value: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        try:
+            msgspec.msgpack.encode(value)
+        except (UnicodeEncodeError, OverflowError, RecursionError) as error:
+            raise ValueError(f"no engine process can be sent it: {error}") from None
         return value
 
     @field_validator("weight_version")

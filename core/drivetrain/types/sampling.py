@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from enum import Enum
 from typing import Annotated, ClassVar, Final, Literal
 from urllib.parse import unquote
@@ -11,6 +11,7 @@ from urllib.parse import unquote
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     FiniteFloat,
@@ -36,6 +37,8 @@ def _no_other_type(value: object) -> object:
     return value
 
 
+Number = Annotated[FiniteFloat, BeforeValidator(_no_other_type)]
+"""A finite number; a boolean or text is none."""
 INT32_MAX: Final = 2**31 - 1
 MIN_TEMPERATURE: Final = 1e-6
 """Smallest non-zero temperature. Within this and the bounds below, a logit divided by it stays within float32."""
@@ -55,7 +58,7 @@ def _temperature(value: float) -> float:
     return value
 
 
-Temperature = Annotated[FiniteFloat, Field(ge=0), AfterValidator(_temperature)]
+Temperature = Annotated[Number, Field(ge=0), AfterValidator(_temperature)]
 
 
 class LogprobsMode(Enum):
@@ -92,11 +95,13 @@ class JsonSchema(_Frozen):
         if not isinstance(schema, dict | bool):
             raise ValueError(f"a JSON schema is an object; this is a {type(schema).__name__}")
         for reference in _references(schema):
-            if not _resolves(reference, schema):
+            if _target(reference, schema) is _NOTHING:
                 raise ValueError(
                     f"$ref {shown(reference)} leads to nothing in the schema; write what it stands for into '$defs', "
                     "and refer to it as '#/$defs/NAME'"
                 )
+        if (circular := _circular_reference(schema)) is not None:
+            raise ValueError(f"$ref {shown(circular)} leads back to itself, so that it stands for no value")
         return value
 
 
@@ -119,15 +124,18 @@ def _references(schema: object) -> Iterator[str]:
                 todo += nodes
 
 
-def _resolves(reference: str, schema: object) -> bool:
-    """Return whether a JSON pointer such as ``#/$defs/name`` resolves within the schema.
+_NOTHING: Final = object()
+
+
+def _target(reference: str, schema: object) -> object:
+    """Return the part of a schema that a JSON pointer such as ``#/$defs/name`` points to; ``_NOTHING`` without one.
 
     Engines accept any value where a reference does not resolve, so anything else is treated as unresolved.
     """
     if reference == "#":
-        return True
+        return schema
     if not reference.startswith("#/"):
-        return False
+        return _NOTHING
     node = schema
     for escaped in reference[2:].split("/"):
         key = unquote(escaped).replace("~1", "/").replace("~0", "~")
@@ -136,8 +144,24 @@ def _resolves(reference: str, schema: object) -> bool:
         elif isinstance(node, list) and key.isdecimal() and int(key) < len(node):
             node = node[int(key)]
         else:
-            return False
-    return True
+            return _NOTHING
+    return node
+
+
+def _circular_reference(schema: object) -> str | None:
+    """Return a ``$ref`` that leads back to itself through other references alone; None if there is none."""
+    ending: set[str] = set()
+    for reference in _references(schema):
+        chain: set[str] = set()
+        followed: object = reference
+        while isinstance(followed, str) and followed not in ending:
+            if followed in chain:
+                return followed
+            chain.add(followed)
+            target = _target(followed, schema)
+            followed = target.get("$ref") if isinstance(target, dict) else None
+        ending |= chain
+    return None
 
 
 class RegexGrammar(_Frozen):
@@ -196,11 +220,6 @@ class TemperatureSchedule(_Frozen):
     end: Temperature = Field(gt=0, description="Temperature from token number steps on.")
     steps: StrictInt = Field(ge=1, le=INT32_MAX, description="Number of tokens over which the temperature changes.")
 
-    @field_validator("start", "end", mode="before")
-    @classmethod
-    def _is_a_number(cls, value: object) -> object:
-        return _no_other_type(value)
-
 
 LogitProcessor = Annotated[ActionMask | DisallowedTokens | TemperatureSchedule, Field(discriminator="kind")]
 
@@ -223,24 +242,24 @@ class SamplingParams(_Frozen):
     )
     min_new_tokens: StrictInt = Field(default=0, ge=0, description="Minimum tokens before any kind of stop.")
     temperature: Temperature = Field(default=1.0, description="Divides the logits; 0 is greedy, else at least 1e-6.")
-    top_p: FiniteFloat = Field(default=1.0, ge=MIN_TOP_P, le=1, description="Nucleus probability; 1 is off.")
+    top_p: Number = Field(default=1.0, ge=MIN_TOP_P, le=1, description="Nucleus probability; 1 is off.")
     top_k: StrictInt = Field(default=0, ge=0, le=INT32_MAX, description="Number of candidate tokens; 0 is off.")
-    min_p: FiniteFloat = Field(
+    min_p: Number = Field(
         default=0.0, ge=0, le=1, description="Minimum probability, as a share of the top token's; 0 is off."
     )
-    repetition_penalty: FiniteFloat = Field(
+    repetition_penalty: Number = Field(
         default=1.0,
         ge=1 / MAX_REPETITION_PENALTY,
         le=MAX_REPETITION_PENALTY,
         description="Divides positive and multiplies negative logits of tokens seen; 1 is off.",
     )
-    frequency_penalty: FiniteFloat = Field(
+    frequency_penalty: Number = Field(
         default=0.0, ge=-2, le=2, description="Subtracted from a logit for each time its token was generated."
     )
-    presence_penalty: FiniteFloat = Field(
+    presence_penalty: Number = Field(
         default=0.0, ge=-2, le=2, description="Subtracted from a logit once its token was generated."
     )
-    logit_bias: dict[TokenId, Annotated[FiniteFloat, Field(ge=-MAX_MAGNITUDE, le=MAX_MAGNITUDE)]] = Field(
+    logit_bias: dict[TokenId, Annotated[Number, Field(ge=-MAX_MAGNITUDE, le=MAX_MAGNITUDE)]] = Field(
         default_factory=dict, description="Values added to the logits of token ids."
     )
     seed: Annotated[StrictInt, Field(ge=0, lt=2**63)] | None = Field(
@@ -297,20 +316,6 @@ class SamplingParams(_Frozen):
     return_sampling_mask: bool = Field(
         default=False, strict=True, description="Return the ids that were left to draw each output token from."
     )
-
-    @field_validator(
-        *("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"), mode="before"
-    )
-    @classmethod
-    def _is_a_number(cls, value: object) -> object:
-        return _no_other_type(value)
-
-    @field_validator("logit_bias", mode="before")
-    @classmethod
-    def _biases_are_numbers(cls, value: object) -> object:
-        for bias in value.values() if isinstance(value, Mapping) else ():
-            _no_other_type(bias)
-        return value
 
     @field_validator("stop", "stop_regex", "stop_token_ids", mode="before")
     @classmethod
