@@ -50,6 +50,7 @@ from drivetrain.types.weights import (
 from drivetrain_transformers.translate import (
     CONFIG_NAMES,
     SEEN_WORKING,
+    check_deterministic,
     check_model_folder,
     device_of,
     has_grammars,
@@ -130,8 +131,7 @@ class TransformersBackend(Backend):
             claimed.add(Capability.PREFIX_CACHE)
         if has_grammars():
             claimed |= STRUCTURED_OUTPUT
-        if not device_of(config).startswith("cpu"):
-            claimed.add(Capability.SLEEP_KEEPS_WEIGHTS)
+        claimed.add(Capability.DETERMINISTIC if device_of(config).startswith("cpu") else Capability.SLEEP_KEEPS_WEIGHTS)
         if device_of(config).startswith("cuda"):
             from drivetrain_weight_sync.transports import device_memory
 
@@ -153,6 +153,7 @@ class TransformersBackend(Backend):
     def validate(cls, config: EngineConfig) -> None:
         """Refuse arguments that the configuration sets already, and a context that is longer than the model's."""
         load_arguments(config)
+        check_deterministic(config)
         check_model_folder(config)
 
     @classmethod

@@ -21,7 +21,7 @@ def choose_factors_by_row(module: PreTrainedModel, short_length: int) -> None:
     Raises:
         EngineStartError: the model's rotary embedding has an unknown form.
     """
-    found = [part for part in module.modules() if "longrope" in _types(part).values()]
+    found = [part for part in module.modules() if "longrope" in rope_types(part).values()]
     for rotary in found:
         # Older releases of transformers wrap forward in two decorators, one of them torch.no_grad.
         plain = inspect.unwrap(type(rotary).forward)
@@ -36,7 +36,7 @@ def choose_factors_by_row(module: PreTrainedModel, short_length: int) -> None:
         )
 
 
-def _types(part: nn.Module) -> dict[str | None, str]:
+def rope_types(part: nn.Module) -> dict[str | None, str]:
     """Return the rope types of a module by layer type; empty if it is no rotary embedding."""
     types = getattr(part, "rope_type", None)
     if isinstance(types, str):
@@ -45,7 +45,7 @@ def _types(part: nn.Module) -> dict[str | None, str]:
 
 
 def _by_row(rotary: nn.Module, plain: Callable[..., CosSin], short_length: int) -> Callable[..., CosSin]:
-    types = _types(rotary)
+    types = rope_types(rotary)
     longs: dict[str | None, torch.Tensor] = {}
 
     def frequencies(layer_type: str | None, device: torch.device) -> tuple[str, torch.Tensor, torch.Tensor]:

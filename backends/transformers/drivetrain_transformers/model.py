@@ -79,7 +79,7 @@ class LoadedModel:
         self.is_recurrent = any(map(is_recurrent, layers))
         """True if layers keep recurrent states, beside or instead of keys and values."""
         self._attends = not self.is_recurrent or any(isinstance(layer, CacheLayerMixin) for layer in layers)
-        self._continues = True
+        self.continues = True
         """True if several tokens can be run at once after a cached prefix."""
         takes = inspect.signature(module.forward).parameters
         self._cache_name = next((name for name in _CACHE_NAMES if name in takes), _CACHE_NAMES[0])
@@ -156,7 +156,7 @@ class LoadedModel:
 
     def continues_from(self, length: int, tokens: int) -> bool:
         """Return whether a sequence of ``tokens`` ids should begin with the cache of its first ``length``."""
-        return self._continues or tokens - length <= _MOST_STEPS
+        return self.continues or tokens - length <= _MOST_STEPS
 
     @torch.inference_mode()
     def _check_batching(self) -> None:
@@ -178,7 +178,7 @@ class LoadedModel:
             alone = [self.module(input_ids=torch.tensor([row], device=self.device)).logits[0, -2:] for row in rows]
             again, _ = self._prefilled_and_decoded(rows, pad=1)
             if self.is_recurrent:
-                self._continues = self._continues_in_one_pass(rows[1], alone[1][-1])
+                self.continues = self._continues_in_one_pass(rows[1], alone[1][-1])
         except torch.OutOfMemoryError:
             raise
         except (IndexError, AttributeError, NotImplementedError, TypeError, ValueError, RuntimeError) as error:
@@ -236,7 +236,7 @@ class LoadedModel:
     def _continues_in_one_pass(self, row: list[int], wanted: torch.Tensor) -> bool:
         """Return whether the second half of a row, run in one pass, gives the logits of single steps."""
         half, errors = len(row) // 2, []
-        for self._continues in (False, True):
+        for self.continues in (False, True):
             past = self.empty_cache()
             self.prefill([row[:half]], [None], past, 0, all_positions=False)
             try:
@@ -259,7 +259,8 @@ class LoadedModel:
         states: bool = False,
         experts: bool = False,
         before_head: int = 0,
-        before_last: Callable[[], None] | None = None,
+        boundaries: Sequence[int] = (),
+        between: Callable[[int], None] | None = None,
         pad: int = 0,
         media: Sequence[RowMedia | None] = (),
     ) -> Computed:
@@ -271,7 +272,8 @@ class LoadedModel:
             past: The cache.
             prefix: Tokens of each row in ``past``.
             all_positions: True to return the logits of all positions.
-            before_last: Called when ``past`` holds all of each row but its last token; rows then need two ids or more.
+            boundaries: Numbers of ids after which one forward pass must end and the next begin; none without one.
+            between: Called between two forward passes with the columns in ``past``.
             pad: Id to pad with.
             states: True to return the state of each row's last token too.
             experts: True to return the experts of all positions too.
@@ -289,14 +291,13 @@ class LoadedModel:
             together = MediaPass(self.module, self.placeholders, media, padded)
             tokens, positions = together.tokens, together.positions
         longest = tokens.shape[1]
-        ends = list(range(1, longest + 1)) if prefix and not self._continues else [longest]
-        if before_last is not None and longest > 1:
-            ends = sorted({longest - 1, *ends})
+        steps = range(1, longest) if prefix and not self.continues else ()
+        ends = sorted({*boundaries, *steps, longest})
         assert together is None or ends == [longest], "media are computed in one forward pass"
         parts: list[Computed] = []
         for start, end in itertools.pairwise([0, *ends]):
-            if before_last is not None and end == longest:
-                before_last()
+            if between is not None and start:
+                between(prefix + start)
             seen, window = mask[:, : prefix + end], slice(start, end)
             parts.append(
                 self._forward(

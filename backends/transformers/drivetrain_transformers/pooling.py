@@ -42,6 +42,7 @@ class Pooler:
     def __init__(self, model: LoadedModel, config: EngineConfig, max_tokens: int) -> None:
         self._model = model
         self._max_tokens = max_tokens
+        self._alone = config.deterministic
         self._pooling = pooling_of(config) if config.task is Task.EMBED else Pooling.LAST
         self._head = getattr(model.module, "score", None)
         if config.task is Task.REWARD and self._head is None:
@@ -55,7 +56,7 @@ class Pooler:
         """Yield the indices of sequences that share a forward pass, each index once; similar lengths go together."""
         group: list[int] = []
         for index in sorted(range(len(sequences)), key=lambda index: len(sequences[index])):
-            if group and (len(group) + 1) * len(sequences[index]) > self._max_tokens:
+            if group and (self._alone or (len(group) + 1) * len(sequences[index]) > self._max_tokens):
                 yield group
                 group = []
             group.append(index)

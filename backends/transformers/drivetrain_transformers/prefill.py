@@ -13,7 +13,7 @@ from drivetrain_sampling import top_logprobs
 from drivetrain_transformers.kv_cache import RowCache, row_cache
 from drivetrain_transformers.model import LoadedModel
 from drivetrain_transformers.prefix_cache import PrefixCache
-from drivetrain_transformers.recurrent_states import concatenated, put_states
+from drivetrain_transformers.recurrent_states import concatenated, put_states, states_of
 from drivetrain_transformers.scoring import positions_of, score
 from drivetrain_transformers.sequences import Sequence
 
@@ -32,7 +32,7 @@ class Prefilled:
 
 
 class Budget:
-    """Selects the sequences of one forward pass: padded tokens are bounded, and cached prefixes are equally long."""
+    """Selects the sequences of one prefill: padded tokens are bounded, and cached prefixes are equally long."""
 
     def __init__(self, most: int, prefix_of: Prefill, first: Sequence) -> None:
         self._most = most
@@ -43,9 +43,11 @@ class Budget:
 
     def takes(self, sequence: Sequence) -> bool:
         """Add ``sequence`` if it fits, and return whether it did; equal token ids are computed once."""
-        ids = sequence.token_ids
+        ids = sequence.prefill_ids
         key = (sequence.request.lora, *sequence.cache_ids)
         if self._unique:
+            if self._prefill.runs_alone:
+                return False
             if self._prefill.cached_length(sequence) != self._prefix:
                 return False
             if key in self._unique:
@@ -65,14 +67,30 @@ class Budget:
 
 
 class Prefill:
-    """Runs the prompts of joining sequences, several in one forward pass, equal ones once."""
+    """Runs the prompts of joining sequences, several in one forward pass, equal ones once.
 
-    def __init__(self, model: LoadedModel, prefixes: PrefixCache | None, max_tokens: int) -> None:
+    Args:
+        model: The model.
+        prefixes: Cached prefixes; None: none are kept.
+        max_tokens: Most tokens of one forward pass, padding included; a single prompt may be longer.
+        chunk: Most tokens of one forward pass of a single sequence, whose prefixes are cached in multiples of this
+            number; no other sequence is run with it. None: prompts are run together and whole.
+    """
+
+    def __init__(
+        self, model: LoadedModel, prefixes: PrefixCache | None, max_tokens: int, *, chunk: int | None = None
+    ) -> None:
         self._model = model
         self._prefixes = prefixes
         self._max_tokens = max_tokens
-        self.keeps_prompts = prefixes is not None and model.is_recurrent
-        """True if the cache of each prompt is kept, because states of a longer sequence cannot be cut back to it."""
+        self._chunk = chunk
+        self.runs_alone = chunk is not None
+        """True if a sequence is run without others."""
+        self.keeps_prompts = prefixes is not None and (model.is_recurrent or self.runs_alone)
+        """True if the cache of each prompt is kept before its last pass.
+
+        States of a longer sequence cannot be cut back to it, and steps round otherwise than the passes of a prompt.
+        """
 
     def budget(self, first: Sequence) -> Budget:
         """Return a budget for a forward pass that begins with ``first``."""
@@ -83,15 +101,15 @@ class Prefill:
         params = sequence.request.params
         if self._prefixes is None or params.prompt_logprobs is not None or params.return_prompt_routed_experts:
             return 0
-        if sequence.media is not None and self._model.is_recurrent:
-            return 0  # such a prefix cannot be cut back to the beginning of an image
+        if sequence.media is not None and self.keeps_prompts:
+            return 0  # prompts with media are run in one pass, and none of their prefixes are kept
         length, _ = self._found(self._prefixes, sequence)
         if sequence.media is not None:
             length = sequence.media.without_a_part(length)
-        return length if self._model.continues_from(length, len(sequence.token_ids)) else 0
+        return length if self._model.continues_from(length, len(sequence.prefill_ids)) else 0
 
     def _found(self, prefixes: PrefixCache, sequence: Sequence) -> tuple[int, RowCache | None]:
-        token_ids = sequence.cache_ids
+        token_ids = sequence.cache_ids[: sequence.prefilled]
         made_by = self._model.cache_identity(sequence.request.lora, len(token_ids))
         scored = positions_of(sequence)
         # The positions to score are computed, so that none of them may come from the cache.
@@ -115,9 +133,9 @@ class Prefill:
         )
         has_media = any(sequence.media is not None for sequence in unique)
         scored = max(map(positions_of, group))
-        keeps = self.keeps_prompts and len(unique[0].token_ids) > prefix + 1 and not has_media
+        boundaries = [] if has_media else self._boundaries(unique, prefix)
         computed = self._model.prefill(
-            [sequence.token_ids[prefix:] for sequence in unique],
+            [sequence.prefill_ids[prefix:] for sequence in unique],
             [sequence.request.lora for sequence in unique],
             past,
             prefix,
@@ -125,7 +143,8 @@ class Prefill:
             before_head=scored if self._model.has_head_apart else 0,
             states=any(sequence.request.params.return_hidden_states for sequence in group),
             experts=any(wants_experts(sequence.request.params) for sequence in group),
-            before_last=partial(self._keep_prompts, unique, past) if keeps else None,
+            boundaries=boundaries,
+            between=partial(self._between, unique, past, prefix + boundaries[-1]) if boundaries else None,
             media=[sequence.media for sequence in unique] if has_media else (),
         )
         if scored:
@@ -143,11 +162,23 @@ class Prefill:
         last = None if computed.experts is None else computed.experts[:, -1].index_select(0, index)
         return Prefilled(past, rows, logits[:, -1].index_select(0, index), own_states, last)
 
-    def _keep_prompts(self, unique: list[Sequence], past: Cache) -> None:
-        """Keep the cache of each sequence without its last token, which a prompt that comes again computes."""
-        assert self._prefixes is not None
+    def _boundaries(self, unique: list[Sequence], prefix: int) -> list[int]:
+        """Return the numbers of ids after a prefix at which one forward pass ends and the next begins."""
+        longest = max(len(sequence.prefill_ids) for sequence in unique) - prefix
+        if self._chunk is not None:
+            return list(range(self._chunk, longest, self._chunk))
+        return [longest - 1] if self.keeps_prompts and longest > 1 else []
+
+    def _between(self, unique: list[Sequence], past: Cache, last: int, columns: int) -> None:
+        """Prepare the next forward pass, the last one if ``last`` columns are held."""
+        if self.runs_alone:
+            # The memory layout of a cached prefix, of which the rounding may depend.
+            put_states(past.layers, concatenated([states_of(past)]))
+        if columns != last or self._prefixes is None or not self.keeps_prompts:
+            return
+        longest = max(len(sequence.prefill_ids) for sequence in unique)
         for row, sequence in enumerate(unique):
-            token_ids = sequence.token_ids[:-1]
+            token_ids = sequence.prefill_ids[: columns - longest]
             made_by = self._model.cache_identity(sequence.request.lora, len(token_ids))
             if not self._prefixes.holds(token_ids, made_by):
                 self._prefixes.insert(token_ids, row_cache(past, row, len(token_ids)), made_by)
@@ -174,7 +205,7 @@ def _score_prompt(sequence: Sequence, logits: torch.Tensor) -> None:
         logits: Shape (padded tokens, vocabulary).
     """
     prompt, params = sequence.request.prompt_token_ids, sequence.request.params
-    first = logits.shape[0] - len(sequence.token_ids)
+    first = logits.shape[0] - len(sequence.prefill_ids)
     logprobs = logits[first : first + len(prompt) - 1].float().log_softmax(-1)
     given = torch.tensor(prompt[1:], dtype=torch.long, device=logits.device)
     own = logprobs.gather(-1, given[:, None])

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from drivetrain_transformers.kv_cache import RowCache
 
 BLOCK = 16
-"""Tokens per block of keys and values; only whole blocks are matched."""
+"""Tokens per block of keys and values, unless another number is given; only whole blocks are matched."""
 
 
 @dataclass(slots=True, eq=False)
@@ -23,13 +23,16 @@ class _Entry:
 class PrefixCache:
     """An LRU cache of whole sequences that finds the longest prefix in whole blocks.
 
-    With ``whole`` it finds only sequences that a prompt begins with entirely, as recurrent states cannot be cut back.
+    Args:
+        capacity_bytes: Most memory of its entries.
+        whole: True to find only sequences that a prompt begins with entirely, as recurrent states cannot be cut back.
+        block: Tokens per block; None: 1 with ``whole``, else :data:`BLOCK`.
     """
 
-    def __init__(self, capacity_bytes: int, *, whole: bool = False) -> None:
+    def __init__(self, capacity_bytes: int, *, whole: bool = False, block: int | None = None) -> None:
         self._capacity = capacity_bytes
         self._whole = whole
-        self.block = 1 if whole else BLOCK
+        self.block = block or (1 if whole else BLOCK)
         self._entries: OrderedDict[int, _Entry] = OrderedDict()
         self._by_prefix: dict[int, _Entry] = {}
         self.nbytes = 0

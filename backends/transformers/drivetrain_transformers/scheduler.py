@@ -27,6 +27,7 @@ from drivetrain_transformers.kv_cache import RunningCache
 from drivetrain_transformers.model import LoadedModel
 from drivetrain_transformers.prefill import Prefill
 from drivetrain_transformers.prefix_cache import PrefixCache
+from drivetrain_transformers.separate_caches import SeparateCaches
 from drivetrain_transformers.sequences import Sequence, Sink
 
 if TYPE_CHECKING:
@@ -44,6 +45,8 @@ class Scheduler:
         max_rows: Most sequences that run at once.
         max_prefill_tokens: Most prompt tokens of one forward pass, padding included; a single prompt may be longer.
         prefix_cache_bytes: Memory for the prefixes of ended sequences; 0 keeps none.
+        chunk: If given, results are deterministic: each forward pass computes one row, and prompts are computed in
+            chunks of this length.
     """
 
     def __init__(
@@ -55,16 +58,18 @@ class Scheduler:
         max_rows: int,
         max_prefill_tokens: int,
         prefix_cache_bytes: int,
+        chunk: int | None = None,
     ) -> None:
         self.model = model
         self.version = version
         self._tokenizer = tokenizer
         self._max_rows = max_rows
         self._row_limit = max_rows
-        self._cache = RunningCache()
-        self.prefixes = PrefixCache(prefix_cache_bytes, whole=model.is_recurrent)
-        self._prefill = Prefill(model, self.prefixes if prefix_cache_bytes else None, max_prefill_tokens)
-        self._keeps_prefixes = prefix_cache_bytes > 0
+        self._cache: RunningCache | SeparateCaches = RunningCache() if chunk is None else SeparateCaches()
+        self.prefixes = PrefixCache(prefix_cache_bytes, whole=model.is_recurrent, block=chunk)
+        self._prefill = Prefill(model, self.prefixes if prefix_cache_bytes else None, max_prefill_tokens, chunk=chunk)
+        self._keeps_prefixes = prefix_cache_bytes > 0 and chunk is None
+        """True if the caches of ended sequences are kept, generated tokens included."""
         self._waiting: list[tuple[int, int, Sequence]] = []
         self._uncompiled: dict[str, Sequence] = {}
         """Sequences whose grammar is being compiled, by request id."""
@@ -137,6 +142,7 @@ class Scheduler:
             arrival=next(self._arrivals),
             matcher=StopMatcher(params, self._tokenizer) if StopMatcher.needed(params) else None,
             stop_ids=frozenset(request.stop_token_ids),
+            prefilled=self._prefilled(request),
             media=media,
         )
         if request.params.structured_output is None:
@@ -145,6 +151,17 @@ class Scheduler:
         self._uncompiled[request.request_id] = sequence
         if grammar is not None:
             self.take_grammar(request.request_id, grammar)
+
+    def _prefilled(self, request: GenerateRequest) -> int | None:
+        """Return the number of a request's ids that prefill computes; None: all, and generated ones after a retraction.
+
+        Where results are deterministic, ids that were generated are computed as they were: one at a time.
+        """
+        if not self._prefill.runs_alone or request.max_new_tokens == 0:
+            return None
+        params, count = request.params, len(request.prompt_token_ids)
+        wants_prompt = params.prompt_logprobs is not None or params.return_prompt_routed_experts
+        return count if wants_prompt or request.resumed_tokens == count else count - request.resumed_tokens
 
     def take_grammar(self, request_id: str, grammar: CompiledGrammar | DrivetrainError) -> None:
         """Give a request its compiled grammar, or the error that it ends with; do nothing if it ended meanwhile."""
@@ -230,7 +247,7 @@ class Scheduler:
                 self._touched = True
                 self._retract_rows_that_grow_long()
                 if self._running:
-                    self._decode()
+                    self._decode_all()
         except Exception as error:
             self._recover(as_engine_error(error))
         self._joining = []
@@ -268,7 +285,7 @@ class Scheduler:
         self._touched = True
         try:
             self._cache.admit(
-                prefilled.cache, [prefilled.rows[i] for i in to_run], [len(sequence.token_ids) for sequence in joined]
+                prefilled.cache, [prefilled.rows[i] for i in to_run], [len(sequence.prefill_ids) for sequence in joined]
             )
         except BaseException:
             for sequence in joined:
@@ -277,38 +294,56 @@ class Scheduler:
         first = len(self._running)
         self._running.extend(joined)
         self._sampler = None
+        self._suspects.difference_update(group)
+        if joined[0].has_after(self._cache.lengths[first] - 1):
+            return  # steps compute its other tokens again
         sampler = Sampler([sequence.row for sequence in joined], self.model.device)
         drawn = self._draw(sampler, prefilled.logits[to_run], joined)
-        self._suspects.difference_update(group)
         states, experts = (None if found is None else found[to_run] for found in (prefilled.states, prefilled.experts))
         self._take(drawn, states, experts, first)
 
     def _retract_rows_that_grow_long(self) -> None:
-        """Retract rows whose next token changes their longrope factors, which invalidates their cache."""
+        """Retract rows whose next token changes their longrope factors: all their tokens are computed again."""
         short = self.model.short_length
         if short is None:
             return
         for row in range(len(self._running) - 1, -1, -1):
             if self._cache.lengths[row] == short:
-                self._enqueue(self._release(row))
+                sequence = self._release(row)
+                if sequence.prefilled is not None:
+                    sequence.prefilled = short + 1
+                self._enqueue(sequence)
 
-    def _decode(self) -> None:
-        sampler = self._sampler
-        if sampler is None:
-            sampler = self._sampler = Sampler([sequence.row for sequence in self._running], self.model.device)
-        self._cache.open_column()
-        last_ids = [sequence.generated[-1] for sequence in self._running]
+    def _decode_all(self) -> None:
+        """Compute one token of each running row: of all rows together, or of each alone."""
+        if isinstance(self._cache, RunningCache):
+            self._decode(self._running, self._cache, 0)
+            return
+        # From the last row on, as the last one takes the place of one that ends.
+        for row in range(len(self._running) - 1, -1, -1):
+            sequence = self._running[row]
+            self._joining = [sequence]
+            self._sampler = None
+            self._decode([sequence], self._cache[row], row)
+
+    def _decode(self, sequences: list[Sequence], cache: RunningCache, first: int) -> None:
+        """Compute the next token of rows from ``first`` on; draw one unless a row alone computes a token again."""
+        cache.open_column()
         computed = self.model.decode(
-            last_ids,
-            [sequence.request.lora for sequence in self._running],
-            self._cache,
-            states=any(sequence.request.params.return_hidden_states for sequence in self._running),
-            experts=any(sequence.request.params.return_routed_experts for sequence in self._running),
-            media=[sequence.media for sequence in self._running] if self.model.placeholders else (),
+            [sequence.token_at(length) for sequence, length in zip(sequences, cache.lengths, strict=True)],
+            [sequence.request.lora for sequence in sequences],
+            cache,
+            states=any(sequence.request.params.return_hidden_states for sequence in sequences),
+            experts=any(sequence.request.params.return_routed_experts for sequence in sequences),
+            media=[sequence.media for sequence in sequences] if self.model.placeholders else (),
         )
-        self._cache.close_column()
+        cache.close_column()
+        if sequences[0].has_after(cache.lengths[0] - 1):
+            return
+        if self._sampler is None:
+            self._sampler = Sampler([sequence.row for sequence in sequences], self.model.device)
         experts = None if computed.experts is None else computed.experts[:, -1]
-        self._take(self._draw(sampler, computed.logits, self._running), computed.states, experts, 0)
+        self._take(self._draw(self._sampler, computed.logits, sequences), computed.states, experts, first)
 
     def _draw(self, sampler: Sampler, logits: torch.Tensor, sequences: list[Sequence]) -> Drawn:
         """Draw a token for each row of ``logits``, among those that its grammar allows."""

@@ -17,6 +17,7 @@ from drivetrain.checks.limits import SAMPLES_AT_ONCE
 from drivetrain.errors import DrivetrainError, EngineDied, EngineInternalError
 from drivetrain.text.tokenizer import Tokenizer
 from drivetrain.types.config import EngineConfig, Task
+from drivetrain_transformers.deterministic import chunk_of
 from drivetrain_transformers.errors import as_engine_error
 from drivetrain_transformers.model import LoadedModel
 from drivetrain_transformers.pooling import Pooler
@@ -89,6 +90,7 @@ class SchedulerThread:
             max_rows=config.max_num_seqs or DEFAULT_MAX_NUM_SEQS,
             max_prefill_tokens=config.max_num_batched_tokens or DEFAULT_MAX_BATCHED_TOKENS,
             prefix_cache_bytes=PREFIX_CACHE_BYTES if config.enable_prefix_caching else 0,
+            chunk=chunk_of(model, config),
         )
         grammars = None
         if has_grammars():

@@ -36,6 +36,8 @@ class Sequence:
     arrival: int
     matcher: StopMatcher | None
     stop_ids: frozenset[int]
+    prefilled: int | None = None
+    """Number of tokens that prefill computes, before the others follow one at a time; None: every token."""
     media: RowMedia | None = None
     """Images and videos of the prompt."""
     logprobs: list[float] | None = None
@@ -73,9 +75,23 @@ class Sequence:
         return self.request.prompt_token_ids + self.row.generated
 
     @property
+    def prefill_ids(self) -> list[int]:
+        """Ids that prefill computes."""
+        return self.token_ids[: self.prefilled]
+
+    @property
     def cache_ids(self) -> list[int]:
         """Ids of prompt and output, with keys of media in place of their placeholders; equal ones have equal caches."""
         return self.token_ids if self.media is None else self.media.keys(self.token_ids)
+
+    def token_at(self, place: int) -> int:
+        """Return the id at a place in prompt and output."""
+        after = place - len(self.request.prompt_token_ids)
+        return self.request.prompt_token_ids[place] if after < 0 else self.row.generated[after]
+
+    def has_after(self, place: int) -> bool:
+        """Return whether prompt and output go on after a place."""
+        return place + 1 < len(self.request.prompt_token_ids) + len(self.row.generated)
 
     def take_prompt_experts(self, experts: torch.Tensor) -> None:
         """Keep the experts of the prompt's tokens, unless an earlier prefill gave them.

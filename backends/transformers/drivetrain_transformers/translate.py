@@ -28,6 +28,7 @@ CONFIG_NAMES: Final[Mapping[str, str]] = {
     "max_num_seqs": "the scheduler's rows",
     "max_num_batched_tokens": "the scheduler's prefill tokens",
     "enable_prefix_caching": "the scheduler's prefix cache",
+    "deterministic": "one row in each forward pass (CPU)",
     "enable_sleep": "always ready",
     "enable_lora": "peft",
     "max_loras": "kept by the engine page",
@@ -41,6 +42,10 @@ CONFIG_NAMES: Final[Mapping[str, str]] = {
 DEFAULT_MAX_NUM_SEQS: Final = 256
 DEFAULT_MAX_BATCHED_TOKENS: Final = 8192
 PREFIX_CACHE_BYTES: Final = 256 * 2**20
+_EAGER: Final = (None, "eager", "sdpa")
+"""Implementations of attention that compile nothing for the shapes that come."""
+_SPREAD: Final = ("device_map", "tp_plan")
+"""Arguments that put parts of the model on other devices."""
 UNKNOWN_CONTEXT: Final = 2**20
 """Context length of models that name no limit, such as those with relative positions."""
 
@@ -105,6 +110,31 @@ def load_arguments(config: EngineConfig) -> dict[str, JsonValue]:
             field="engine_kwargs",
         )
     return {**arguments, **config.engine_kwargs}
+
+
+def check_deterministic(config: EngineConfig) -> None:
+    """Check that the arguments allow deterministic results, if they are asked for.
+
+    Raises:
+        InvalidConfig: an argument does not allow them, and is named.
+    """
+    if not config.deterministic:
+        return
+    arguments = load_arguments(config)
+    attention = arguments.get("attn_implementation")
+    if attention not in _EAGER:
+        raise InvalidConfig(
+            f"attention_backend={attention!r} with deterministic=True: compiled code may depend on earlier requests; "
+            "leave it out, or use 'sdpa' or 'eager'",
+            field="attention_backend",
+        )
+    for name in _SPREAD:
+        if name in arguments:
+            raise InvalidConfig(
+                f"engine_kwargs holds {name!r}, with deterministic=True: only results of one CPU are known to be "
+                f"deterministic; leave {name!r} out",
+                field="engine_kwargs",
+            )
 
 
 def context_length(model_config: object, config: EngineConfig) -> int:

@@ -19,11 +19,13 @@ from drivetrain.backend.base import GenerateRequest
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.errors import InvalidRequest
 from drivetrain.types.capability import Capability
-from drivetrain.types.outputs import Completion, GenerationOutput
+from drivetrain.types.modes import PauseMode
+from drivetrain.types.outputs import Completion, CompletionChunk, GenerationOutput
 from drivetrain.types.sampling import ActionMask, DisallowedTokens, LogprobsMode, SamplingParams, TemperatureSchedule
 from drivetrain_conformance.assertions.refusals import refused
+from drivetrain_conformance.assets.made_adapters import make_adapter
 from drivetrain_conformance.harness.case import case
-from drivetrain_conformance.harness.testbench import Bench, ordinary_ids
+from drivetrain_conformance.harness.testbench import Bench, check_held, ordinary_ids
 from drivetrain_conformance.references.goodness_of_fit import FALSE_ALARM, Tally
 from drivetrain_conformance.references.oracle import Logits, log_softmax
 from drivetrain_conformance.references.reference_sampling import step, steps, with_effective_filters
@@ -50,6 +52,12 @@ _OVERLAP: Final = 40
 """Tokens of it, at least, that are compared with later ones."""
 _SEQUENCES: Final = 256
 """Sampled sequences in a check of a token other than the first."""
+_DETERMINISTIC: Final = {"deterministic": True}
+_BITWISE: Final = (
+    *(Capability.DETERMINISTIC, Capability.SEED, Capability.LOGPROBS_TEMPERATURE),
+    Capability.TOP_LOGPROBS,
+)
+"""Capabilities of cases that compare bits of answers."""
 
 
 # First tokens -----------------------------------------------------------------------------------------------------
@@ -623,20 +631,22 @@ def _ids(output: GenerationOutput) -> list[list[int]]:
 # Deterministic ----------------------------------------------------------------------------------------------------
 
 
-@case(Capability.DETERMINISTIC, Capability.SEED, Capability.LOGPROBS_TEMPERATURE, config={"deterministic": True})
+@case(*_BITWISE, config=_DETERMINISTIC)
 async def deterministic_logprobs_are_bitwise_the_same(bench: Bench) -> None:
     """With deterministic=True greedy tokens and logprobs are bitwise the same alone and in any batch."""
-    prompts = [bench.prompt(length) for length in (3, 9, 17, 40, 6, 6)]
-    params = SamplingParams(temperature=0, max_new_tokens=16, logprobs=0)
-    alone = [(await bench.engine.generate(prompt, params)).completions[0] for prompt in prompts]
-    together = (await bench.engine.generate(prompts, params)).completions
-    backwards = (await bench.engine.generate(prompts[::-1], params)).completions[::-1]
-    seeded = [SamplingParams(max_new_tokens=24, seed=seed, logprobs=0) for seed in range(2)]
-    mixed = (await bench.engine.generate([*prompts, *prompts[:2]], [params] * len(prompts) + seeded)).completions
-    for completions in (together, backwards, mixed[: len(prompts)]):
-        for one, other in zip(alone, completions, strict=True):
-            assert other.token_ids == one.token_ids
-            assert other.logprobs == one.logprobs, "logprobs differ in their last bits"
+    prompts = [bench.prompt(length) for length in (3, 9, 17, 40, 6, 6, 25, 12)]
+    params = [SamplingParams(temperature=0, max_new_tokens=16, logprobs=3)] * len(prompts)
+    alone = await _alone(bench, prompts, params)
+    for count in (2, 8, 24):
+        order = [index % len(prompts) for index in range(count)]
+        bench.rng.shuffle(order)
+        batch = await bench.engine.generate([prompts[i] for i in order], [params[i] for i in order])
+        _assert_same_bits(batch.completions, [alone[i] for i in order])
+    backwards = await bench.engine.generate(prompts[::-1], params)
+    _assert_same_bits(backwards.completions, alone[::-1])
+    seeded = [SamplingParams(max_new_tokens=24, seed=seed, logprobs=0, n=2) for seed in range(2)]
+    mixed = await bench.engine.generate([*prompts, *prompts[:2]], [*params, *seeded])
+    _assert_same_bits(mixed.completions[: len(prompts)], alone)
 
 
 @case(Capability.DETERMINISTIC, Capability.SEED, config={"deterministic": True})
@@ -648,6 +658,167 @@ async def deterministic_samples_are_the_same(bench: Bench) -> None:
     others = bench.engine.generate(bench.prompts(5), SamplingParams(max_new_tokens=24, n=2))
     together, _ = await asyncio.gather(bench.engine.generate(prompts[::-1], params[::-1]), others)
     assert _ids(together)[::-1] == alone
+
+
+@case(*_BITWISE, Capability.PREFIX_CACHE, config=_DETERMINISTIC)
+async def deterministic_results_are_the_same_after_cached_prefixes(bench: Bench) -> None:
+    """With deterministic=True results are bitwise the same with an empty prefix cache and with any cached prefix."""
+    length = min(320, bench.engine.model_info.context_length // 2)
+    whole = bench.prompt(length)
+    prompts = [whole, whole[: length // 2], [*whole[: length * 2 // 3], *bench.prompt(9)], whole[:33]]
+    params = _mixed_params(len(prompts))
+    cold = []
+    for prompt, one in zip(prompts, params, strict=True):
+        await bench.engine.reset_prefix_cache()
+        cold += (await bench.engine.generate(prompt, one)).completions
+    turns = [[*prompt, *completion.token_ids] for prompt, completion in zip(prompts, cold, strict=True)]
+    await bench.engine.reset_prefix_cache()
+    cold += await _alone(bench, turns, params)
+    for order in (range(8), range(7, -1, -1)):
+        answers = await _alone(bench, [[*prompts, *turns][i] for i in order], [params[i % 4] for i in order])
+        _assert_same_bits(answers, [cold[i] for i in order])
+    batch = await bench.engine.generate([*prompts, *turns], params * 2)
+    _assert_same_bits(batch.completions, cold)
+
+
+@case(*_BITWISE, config=_DETERMINISTIC)
+async def deterministic_results_are_the_same_beside_a_long_prompt(bench: Bench) -> None:
+    """With deterministic=True a long prompt and short ones beside it give bitwise the same results as alone."""
+    length = min(700, bench.engine.model_info.context_length // 2)
+    prompts = [bench.prompt(5), bench.prompt(length), bench.prompt(130), bench.prompt(20), bench.prompt(length - 77)]
+    params = _mixed_params(len(prompts))
+    alone = await _alone(bench, prompts, params)
+    calls = [bench.engine.generate(prompt, one) for prompt, one in zip(prompts, params, strict=True)]
+    outputs = await asyncio.gather(*calls)
+    _assert_same_bits([output.completions[0] for output in outputs], alone)
+    async with bench.in_flight(bench.prompts(3), bench.long(250)):
+        beside = await bench.engine.generate(prompts[::-1], params[::-1])
+    _assert_same_bits(beside.completions, alone[::-1])
+
+
+@case(*_BITWISE, Capability.PAUSE_IN_PLACE, config=_DETERMINISTIC)
+async def deterministic_results_are_the_same_after_a_freeze(bench: Bench) -> None:
+    """With deterministic=True requests that were frozen in place, some twice, end with the bits of an unbroken run."""
+    await _check_freezes(bench, PauseMode.IN_PLACE)
+
+
+@case(*_BITWISE, Capability.PAUSE_RETRACT, config=_DETERMINISTIC)
+async def deterministic_results_are_the_same_after_a_retraction(bench: Bench) -> None:
+    """With deterministic=True requests that were retracted, some twice, end with the bits of an unbroken run."""
+    await _check_freezes(bench, PauseMode.RETRACT)
+
+
+async def _check_freezes(bench: Bench, mode: PauseMode) -> None:
+    prompts = [bench.prompt(4), bench.prompt(140)]
+    params = [bench.long(250, logprobs=3), bench.long(250, logprobs=3, temperature=1.0, seed=5)]
+    alone = await _alone(bench, prompts, params)
+    async with bench.in_flight(prompts, params) as task:
+        await bench.engine.pause_generation(mode)
+        await check_held(bench.engine, task)
+        await bench.engine.continue_generation()
+        late = asyncio.create_task(bench.engine.generate(prompts[::-1], params[::-1]))
+        await bench.engine.pause_generation(mode)
+        await bench.engine.continue_generation()
+        _assert_same_bits((await task).completions, alone)
+        _assert_same_bits((await late).completions, alone[::-1])
+
+
+@case(*_BITWISE, Capability.STREAMING, Capability.ABORT, config=_DETERMINISTIC)
+async def deterministic_results_are_the_same_beside_aborts_and_streams(bench: Bench) -> None:
+    """With deterministic=True results are bitwise the same streamed, and beside streams and aborted requests."""
+    prompts = [bench.prompt(length) for length in (7, 150, 21)]
+    params = _mixed_params(len(prompts))
+    alone = await _alone(bench, prompts, params)
+    async with bench.in_flight(bench.prompts(3), bench.long(250), request_ids=["a", "b", "c"]):
+        batch = asyncio.create_task(bench.engine.generate(prompts[::-1], params[::-1]))
+        chunks: list[CompletionChunk] = []
+        async for chunk in bench.engine.generate_stream(prompts, params):
+            if not chunks:
+                await bench.engine.abort("b")
+            chunks.append(chunk)
+        _assert_same_bits((await batch).completions, alone[::-1])
+    ended = [chunk.completion for chunk in chunks if chunk.completion is not None]
+    _assert_same_bits(sorted(ended, key=lambda completion: completion.prompt_index), alone)
+
+
+@case(*_BITWISE, Capability.LORA, config={**_DETERMINISTIC, "enable_lora": True, "max_loras": 3, "max_lora_rank": 8})
+async def deterministic_results_are_the_same_beside_adapters(bench: Bench) -> None:
+    """With deterministic=True requests with an adapter and without one are bitwise the same alone and together."""
+    engine, prompts = bench.engine, [bench.prompt(length) for length in (5, 18, 150)]
+    params = _mixed_params(len(prompts))
+    alone: dict[str | None, list[Completion]] = {None: await _alone(bench, prompts, params)}
+    names = ("one", "other")
+    for seed, name in enumerate(names, 1):
+        adapter = make_adapter(bench.model, bench.folder("adapter"), seed=seed, rank=4)
+        await engine.load_lora_adapter(name, str(adapter.path))
+    try:
+        for name in names:
+            alone[name] = await _alone(bench, prompts, params, lora=name)
+        order = (None, *names, None, *reversed(names))
+        together = await asyncio.gather(*(engine.generate(prompts, params, lora=name) for name in order))
+        for which, output in zip(order, together, strict=True):
+            _assert_same_bits(output.completions, alone[which])
+    finally:
+        for name in names:
+            await engine.unload_lora_adapter(name)
+    _assert_same_bits(await _alone(bench, prompts, params), alone[None])
+
+
+@case(Capability.DETERMINISTIC, Capability.SCORE_TOKENS, Capability.SCORE_AT, config=_DETERMINISTIC)
+async def deterministic_scores_are_bitwise_the_same(bench: Bench) -> None:
+    """With deterministic=True scores are bitwise the same alone, together, and beside requests that generate."""
+    length = min(300, bench.engine.model_info.context_length // 2)
+    sequences = [bench.prompt(count) for count in (4, 30, length, 131)]
+
+    async def scored(some: Sequence[list[int]]) -> list[tuple[bytes, ...]]:
+        output = await bench.engine.compute_logprobs(list(some), temperature=0.7, top_k=4)
+        return [_packed(completion) for completion in output.completions]
+
+    alone = [(await scored([sequence]))[0] for sequence in sequences]
+    async with bench.in_flight(bench.prompts(3), bench.long(250)):
+        for order in ([3, 2, 1, 0], [0, 1, 2, 3] * 2):
+            found = await scored([sequences[i] for i in order])
+            assert found == [alone[i] for i in order], "scores differ in their last bits"
+
+
+@case(Capability.DETERMINISTIC, Capability.HIDDEN_STATES, config=_DETERMINISTIC)
+async def deterministic_hidden_states_are_bitwise_the_same(bench: Bench) -> None:
+    """With deterministic=True hidden states are bitwise the same alone and in any batch."""
+    prompts = [bench.prompt(length) for length in (3, 9, 140, 40, 6)]
+    params = [SamplingParams(temperature=0, max_new_tokens=8, return_hidden_states=True)] * len(prompts)
+    alone = await _alone(bench, prompts, params)
+    again = await bench.engine.generate([*prompts[::-1], *prompts], params * 2)
+    _assert_same_bits(again.completions, [*alone[::-1], *alone])
+
+
+def _mixed_params(count: int) -> list[SamplingParams]:
+    """Return params of greedy and seeded requests in turn, with alternatives."""
+    return [SamplingParams(max_new_tokens=12, temperature=i % 2, seed=i, logprobs=3) for i in range(count)]
+
+
+async def _alone(
+    bench: Bench, prompts: Sequence[list[int]], params: Sequence[SamplingParams], lora: str | None = None
+) -> list[Completion]:
+    """Return the completion of each prompt, with no other request in the engine."""
+    return [
+        (await bench.engine.generate(prompt, one, lora=lora)).completions[0]
+        for prompt, one in zip(prompts, params, strict=True)
+    ]
+
+
+def _assert_same_bits(got: Sequence[Completion], wanted: Sequence[Completion]) -> None:
+    for one, other in zip(got, wanted, strict=True):
+        assert one.token_ids == other.token_ids, "other tokens than alone"
+        assert one.logprobs == other.logprobs, "logprobs differ in their last bits"
+        assert one.top_logprobs == other.top_logprobs, "alternatives differ in their last bits"
+        assert one.hidden_states == other.hidden_states, "hidden states differ in their last bits"
+
+
+def _packed(completion: Completion) -> tuple[bytes, ...]:
+    """Return the bytes of a completion's scores: the first logprob is NaN, which equals nothing."""
+    scores = completion.scores
+    assert scores is not None
+    return scores.token_logprobs.tobytes(), scores.top_logprobs.tobytes(), scores.top_ids.tobytes()
 
 
 # Logit processors -------------------------------------------------------------------------------------------------

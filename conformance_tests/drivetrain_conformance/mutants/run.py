@@ -31,7 +31,7 @@ from drivetrain_conformance.mutants.registry import Mutant, registered_mutants
 FAMILIES: Final = (
     *("claims", "fields", "combined", "configuration", "generation", "streams", "logprobs", "control", "weights"),
     *("adapters", "growth", "inputs", "tool_calls", "sampling_masks", "images", "media_bounds", "sounds"),
-    *("scores", "pooled", "recurrent"),
+    *("scores", "pooled", "recurrent", "deterministic"),
 )
 """Modules of mutants."""
 _PROFILE: Final[Profile] = dataclasses.replace(PROFILES["ci"], name="mutants", samples=1024, cycles=20)

@@ -199,7 +199,9 @@ class EngineConfig(BaseModel):
         default=LogprobsMode.TEMPERATURE,
         description="Default distribution that logprobs belong to; a request may name another.",
     )
-    deterministic: bool = Field(default=False, description="Batch-invariant results.")
+    deterministic: bool = Field(
+        default=False, description="Results that are bitwise the same, whatever else the engine computes."
+    )
     enable_sleep: bool = Field(default=True, description="Prepare for sleep and wake-up.")
     sleep_keeps_weights: bool = Field(
         default=False,

@@ -1,0 +1,162 @@
+"""Results that claim to be deterministic, and whose bits depend on what else the engine computes or has computed."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import AsyncGenerator
+
+import numpy as np
+
+from drivetrain.backend.base import GenerateRequest, GenerateResult, TokenDelta
+from drivetrain.types.config import EngineConfig
+from drivetrain.types.modes import PauseMode
+from drivetrain_conformance.mutants.registry import mutant
+from drivetrain_conformance.mutants.spoil import KnowingRequests, SoundBackend
+
+_CHUNK = 128
+
+
+def _rounded_otherwise(result: GenerateResult) -> GenerateResult:
+    """Return a result whose numbers for its last token differ in their last bit."""
+    changes: dict[str, object] = {}
+    if result.logprobs:
+        changes["logprobs"] = [*result.logprobs[:-1], math.nextafter(result.logprobs[-1], -math.inf)]
+    if result.hidden_states:
+        *others, last = result.hidden_states
+        changes["hidden_states"] = [*others, [math.nextafter(last[0], math.inf), *last[1:]]]
+    if result.scores is not None:
+        tokens = result.scores.token_logprobs.copy()
+        tokens[-1] = np.nextafter(tokens[-1], np.float32(-np.inf))
+        changes["scores"] = dataclasses.replace(result.scores, packed_tokens=tokens.tobytes())
+    return dataclasses.replace(result, **changes)  # type: ignore[arg-type]
+
+
+class _Deterministic(KnowingRequests):
+    """Rounds some results of a deterministic engine otherwise."""
+
+    def is_spoiled(self, request: GenerateRequest) -> bool:
+        """Return whether a request that arrives is rounded otherwise."""
+        raise NotImplementedError
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        """Generate with the sound backend."""
+        is_spoiled = self.config.deterministic and self.is_spoiled(request)
+        result = await super().generate(request)
+        return _rounded_otherwise(result) if is_spoiled else result
+
+
+@mutant("sampling/deterministic_logprobs_are_bitwise_the_same", says="in their last bits")
+class shares_a_step_when_deterministic(SoundBackend):
+    """A deterministic engine computes the rows of a batch together, as others do."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config.model_copy(update={"deterministic": False}))
+
+
+@mutant("sampling/deterministic_samples_are_the_same", says="assert")
+class draws_by_the_batch(KnowingRequests):
+    """Sums of probabilities are rounded by the number of rows, so that another token is drawn beside other requests."""
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        others = len(self.flying)
+        result = await super().generate(request)
+        if not (self.config.deterministic and others and result.token_ids):
+            return result
+        return dataclasses.replace(result, token_ids=[*result.token_ids[:-1], result.token_ids[-1] ^ 1])
+
+
+@mutant("sampling/deterministic_results_are_the_same_after_cached_prefixes", says="in their last bits")
+class uses_prefixes_of_any_length(_Deterministic):
+    """A cached prefix is used to its last token, and the rest computed in a pass of another shape than without it."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._seen: set[tuple[int, ...]] = set()
+
+    async def reset_prefix_cache(self) -> None:
+        self._seen.clear()
+        await super().reset_prefix_cache()
+
+    def is_spoiled(self, request: GenerateRequest) -> bool:
+        prefix = tuple(request.prompt_token_ids[:16])
+        is_cached = prefix in self._seen
+        self._seen.add(prefix)
+        return is_cached
+
+
+@mutant("sampling/deterministic_results_are_the_same_beside_a_long_prompt", says="in their last bits")
+class chunks_by_the_budget(_Deterministic):
+    """A long prompt is computed in chunks of what the requests beside it leave of the budget of tokens."""
+
+    def is_spoiled(self, request: GenerateRequest) -> bool:
+        return len(request.prompt_token_ids) > _CHUNK and bool(self.flying)
+
+
+class _FrozenOtherwise(KnowingRequests):
+    """Rounds requests otherwise that were frozen in one mode."""
+
+    mode: PauseMode
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._frozen: set[str] = set()
+
+    async def freeze(self, mode: PauseMode) -> None:
+        if mode is self.mode:
+            self._frozen |= self.flying
+        await super().freeze(mode)
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        result = await super().generate(request)
+        was_frozen = self.config.deterministic and request.request_id in self._frozen
+        return _rounded_otherwise(result) if was_frozen else result
+
+
+@mutant("sampling/deterministic_results_are_the_same_after_a_freeze", says="in their last bits")
+class moves_frozen_rows_together(_FrozenOtherwise):
+    """Requests that were frozen in place go on in a batch of another size."""
+
+    mode = PauseMode.IN_PLACE
+
+
+@mutant("sampling/deterministic_results_are_the_same_after_a_retraction", says="in their last bits")
+class resumes_by_prefill(_FrozenOtherwise):
+    """The generated tokens of a retracted request are computed again in one pass, not one at a time."""
+
+    mode = PauseMode.RETRACT
+
+
+@mutant("sampling/deterministic_results_are_the_same_beside_aborts_and_streams", says="in their last bits")
+class streams_with_other_kernels(SoundBackend):
+    """Streamed requests are rounded otherwise than others."""
+
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+        async for delta in super().stream(request):
+            if self.config.deterministic and delta.result is not None:
+                delta = dataclasses.replace(delta, result=_rounded_otherwise(delta.result))
+            yield delta
+
+
+@mutant("sampling/deterministic_results_are_the_same_beside_adapters", says="in their last bits")
+class computes_all_adapters_together(_Deterministic):
+    """Requests of one adapter are computed with those of others, whose number decides how they are rounded."""
+
+    def is_spoiled(self, request: GenerateRequest) -> bool:
+        return request.lora is not None and bool(self.flying)
+
+
+@mutant("sampling/deterministic_scores_are_bitwise_the_same", says="in their last bits")
+class scores_in_shared_passes(_Deterministic):
+    """Sequences to score are computed together with the requests that generate."""
+
+    def is_spoiled(self, request: GenerateRequest) -> bool:
+        return request.scoring is not None and bool(self.flying)
+
+
+@mutant("sampling/deterministic_hidden_states_are_bitwise_the_same", says="in their last bits")
+class returns_states_of_a_shared_step(_Deterministic):
+    """Hidden states come from a step that other rows shared."""
+
+    def is_spoiled(self, request: GenerateRequest) -> bool:
+        return request.params.return_hidden_states and bool(self.flying)
