@@ -134,7 +134,7 @@ def test_every_mutant_names_a_case_words_and_one_thing_that_is_wrong() -> None:
 
 def test_a_mutant_is_tried_only_where_its_capability_is_claimed() -> None:
     for_videos = mutant(
-        spoil_backend=lambda backend: mixed(backend, SoundBackend),
+        spoil_backend=lambda backend: mixed(backend, CorrectBackend),
         caught_by="multimodal/videos_are_fetched_once",
         needs=Capability.VIDEO,
     )

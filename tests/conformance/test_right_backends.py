@@ -13,7 +13,7 @@ from drivetrain_conformance.harness.runner import Runner
 from drivetrain_conformance.harness.verdict import Verdict
 from drivetrain_conformance.mutants.registry import Mutant, mixed
 from drivetrain_conformance.mutants.run import suite_of_mutant
-from drivetrain_conformance.mutants.spoil import SoundBackend
+from drivetrain_conformance.mutants.spoil import CorrectBackend
 
 CASES = (
     "generate/greedy_takes_the_most_likely_token",
@@ -29,7 +29,7 @@ CASES = (
 OF_PREFIXES = "sleep/no_prefix_is_found_after_a_sleep"
 
 
-class KeepsNoCache(SoundBackend):
+class KeepsNoCache(CorrectBackend):
     """Keeps no keys and values once a request has ended, and claims that the cache can sleep, as it takes no memory."""
 
     def __init__(self, config: EngineConfig) -> None:

@@ -12,7 +12,7 @@ from drivetrain.backend.base import GenerateRequest, GenerateResult, TokenDelta
 from drivetrain.types.config import EngineConfig
 from drivetrain.types.modes import PauseMode
 from drivetrain_conformance.mutants.registry import mutant
-from drivetrain_conformance.mutants.spoil import KnowingRequests, SoundBackend
+from drivetrain_conformance.mutants.spoil import CorrectBackend, KnowingRequests
 
 _CHUNK = 128
 
@@ -47,7 +47,7 @@ class _Deterministic(KnowingRequests):
 
 
 @mutant("sampling/deterministic_logprobs_are_bitwise_the_same", says="in their last bits")
-class shares_a_step_when_deterministic(SoundBackend):
+class shares_a_step_when_deterministic(CorrectBackend):
     """A deterministic engine computes the rows of a batch together, as others do."""
 
     def __init__(self, config: EngineConfig) -> None:
@@ -128,7 +128,7 @@ class resumes_by_prefill(_FrozenOtherwise):
 
 
 @mutant("sampling/deterministic_results_are_the_same_beside_aborts_and_streams", says="in their last bits")
-class streams_with_other_kernels(SoundBackend):
+class streams_with_other_kernels(CorrectBackend):
     """Streamed requests are rounded otherwise than others."""
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:

@@ -136,7 +136,7 @@ def follows_no_reference_to_itself(params: Mapping[str, object]) -> Mapping[str,
     "structured_output/a_grammar_that_does_not_compile_is_refused",
     says="the error names the field 'sampling_params', not 'sampling_params.structured_output'",
 )
-class refuses_grammars_without_their_name(SoundBackend):
+class refuses_grammars_without_their_name(CorrectBackend):
     """A grammar that does not compile is refused as a mistake somewhere in the sampling params."""
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:

@@ -13,7 +13,7 @@ from drivetrain.types.capability import Capability
 from drivetrain.types.config import EngineConfig, MediaLimits
 from drivetrain.types.prompts import MediaInput
 from drivetrain_conformance.mutants.registry import mutant
-from drivetrain_conformance.mutants.spoil import SoundBackend, config_mutant
+from drivetrain_conformance.mutants.spoil import CorrectBackend, config_mutant
 
 _NOTHING: Final = "expected InvalidRequest for prompts, but nothing was raised"
 _NO_VIDEO: Final = "multimodal/what_is_no_video_is_refused"
@@ -34,7 +34,7 @@ def drops_the_bound_on_the_pixels_of_a_video(config: EngineConfig) -> Mapping[st
 
 
 @mutant("multimodal/what_is_no_image_is_refused", says=_NOTHING)
-class measures_each_file_alone(SoundBackend):
+class measures_each_file_alone(CorrectBackend):
     """The files of a prompt may have more bytes together than the configuration says."""
 
     async def read_media(self, media: tuple[MediaInput, ...]) -> list[ReadMedium]:
@@ -44,7 +44,7 @@ class measures_each_file_alone(SoundBackend):
         return read
 
 
-class _ReadingMore(SoundBackend):
+class _ReadingMore(CorrectBackend):
     """Reads some files at URLs that the sound backend refuses."""
 
     def accepted(self, sent: bytes) -> bytes:

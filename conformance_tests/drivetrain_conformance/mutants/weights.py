@@ -438,7 +438,7 @@ class saves_the_weights_and_a_configuration(CorrectBackend):
 
 
 @mutant("lifecycle/nothing_is_saved_where_something_is", says="a save on a full disk left")
-class leaves_half_a_model_on_a_full_disk(SoundBackend):
+class leaves_half_a_model_on_a_full_disk(CorrectBackend):
     """Files of a save that failed for want of room are left."""
 
     async def save_sharded(self, path: str) -> None:
@@ -454,7 +454,7 @@ def _copy_a_little(source: str, target: str) -> None:
 
 
 @mutant("lifecycle/nothing_is_saved_where_something_is", says="a model fits a full disk")
-class takes_a_full_disk_for_a_saved_model(SoundBackend):
+class takes_a_full_disk_for_a_saved_model(CorrectBackend):
     """A save that fails for want of room counts as done."""
 
     async def save_sharded(self, path: str) -> None:
