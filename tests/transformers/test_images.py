@@ -38,7 +38,7 @@ from drivetrain.media.qwen_vision import VisionReader
 from drivetrain.testing import VISION_ARCHITECTURES, tiny_model
 from drivetrain_conformance.assets.made_adapters import change_adapter, make_adapter, merge
 from drivetrain_conformance.harness.testbench import check_held
-from drivetrain_conformance.references.oracle import _positions
+from drivetrain_conformance.references.oracle import mrope_positions
 from drivetrain_transformers import TransformersBackend
 from drivetrain_transformers.row_media import MediaPass, Padded, PlacedMedium, RowMedia
 from drivetrain_transformers.translate import media_capabilities
@@ -412,7 +412,7 @@ async def test_text_after_a_video_begins_after_its_largest_position(step: float)
     vision._reader = VisionReader(of(tiny_model("qwen2_5_vl")), model.config, 1024)
     positions = vision._mrope(ids, media, [step / a_second] * 2)
     grids = {PLACE: [(*images[0], 1.0)], PLACE + 1: [(*grid, step) for grid in videos]}
-    assert positions.tolist() == _positions(ids, grids, 2).tolist()
+    assert positions.tolist() == mrope_positions(ids, grids, 2).tolist()
 
 
 async def test_processors_expand_prompts_as_prompts_come_back() -> None:

@@ -208,7 +208,7 @@ class TransformersOracle:
                 (*grid, step) for grid, step in zip(made["video_grid_thw"].tolist(), steps, strict=True)
             ]
             inputs |= made
-        positions = _positions(token_ids, grids, config.vision_config.spatial_merge_size)
+        positions = mrope_positions(token_ids, grids, config.vision_config.spatial_merge_size)
         return self.logits_with(token_ids, position_ids=torch.from_numpy(positions)[:, None], **inputs)
 
     @cached_property
@@ -236,7 +236,7 @@ class TransformersOracle:
         return np.asarray(states.double().numpy())
 
 
-def _positions(
+def mrope_positions(
     token_ids: Sequence[int], grids: dict[int, list[tuple[int, int, int, float]]], merged: int
 ) -> NDArray[np.int64]:
     """Return the temporal, row and column position of each token, by the rule of Qwen2-VL's authors.
