@@ -108,7 +108,8 @@ def conformance(
         bool, typer.Option("--require-complete", help="Fail if any case could not be run here.")
     ] = False,
     mutants: Annotated[
-        bool, typer.Option("--mutants", help="Spoil the backend in many ways, and check that each is caught.")
+        bool,
+        typer.Option("--mutants", help="Spoil the backend in many ways, and check that each is caught by its case."),
     ] = False,
     url: Annotated[
         str | None,
@@ -173,7 +174,7 @@ def conformance(
     elif mutants:
         from drivetrain_conformance.mutants.run import run_mutants
 
-        passed = run_mutants(backend or "transformers", as_json=json)
+        passed = run_mutants(backend or "transformers", _chosen(group, case), as_json=json)
     elif show:
         _list(_chosen(group, case), as_json=json)
         passed = True

@@ -128,7 +128,7 @@ def test_every_mutant_names_a_case_words_and_one_thing_that_is_wrong() -> None:
     for one in mutants:
         assert one.wrong.endswith("."), one.name
         assert all(part.strip("?") for part in one.says), one.name
-        ways = (one.spoil_backend, one.spoil_engine, one.spoil_part)
+        ways = (one.spoil_backend, one.spoil_engine, one.spoil_part, one.spoil_rank)
         assert sum(way is not None for way in ways) == 1, one.name
 
 

@@ -1,4 +1,9 @@
-"""Engines on several ranks: they answer as the model does, and they sleep and update as one."""
+"""Engines on several ranks: they answer as the model does, and they sleep and update as one.
+
+On a machine without a GPU, SGLang and vLLM run the cases of tensor parallelism with two ranks on its CPU, and the
+mutants of ``drivetrain_conformance.mutants.ranks`` with them. Both refuse pipelines, replicas and whole experts on one
+rank there, so that the cases of these run on two GPUs only, as do those of a GPU's memory. No mutant is about them.
+"""
 
 from __future__ import annotations
 

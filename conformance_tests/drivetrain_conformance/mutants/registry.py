@@ -1,11 +1,12 @@
 """Register mutants: a working backend, the engine page over it, or a part of that engine, spoiled in one way.
 
-A mutant is written in one of three forms, and named as reports show it:
+A mutant is written in one of four forms, and named as reports show it:
 
 * a class below :func:`mutant` overrides public methods of a backend, the engine page or a part of the engine;
 * a function below a decorator that :func:`backend_mutants` or :func:`engine_mutants` made changes one value on its way,
   see :mod:`drivetrain_conformance.mutants.spoil`;
-* a function below :func:`spoiled_backend` or :func:`spoiled_engine` returns a spoiled class itself.
+* a function below :func:`spoiled_backend` or :func:`spoiled_engine` returns a spoiled class itself;
+* a function below :func:`spoiled_rank` surrounds the calls of one rank of an engine.
 
 ``needs`` names a capability that not every backend claims. A mutant with it is tried only where its case can pass.
 """
@@ -26,6 +27,16 @@ from drivetrain.types.capability import Capability
 SpoilBackend = Callable[[type[Backend]], type[Backend]]
 SpoilEngine = Callable[[type[InferenceEngine]], type[InferenceEngine]]
 SpoilPart = Callable[[PartKinds], PartKinds]
+
+
+class SpoilRank(Protocol):
+    """Surrounds a call of one rank of an engine: gets the rank's worker, the method's name, and what calls it."""
+
+    __name__: str
+
+    def __call__(self, worker: Any, name: str, proceed: Callable[[], Any], /) -> Any: ...
+
+
 Words = str | tuple[str, ...]
 """Part of a failure's message, or several parts of which it has one."""
 
@@ -48,6 +59,7 @@ class Mutant:
     spoil_backend: SpoilBackend | None = None
     spoil_engine: SpoilEngine | None = None
     spoil_part: SpoilPart | None = None
+    spoil_rank: SpoilRank | None = None
 
 
 _registry: Final[dict[str, Mutant]] = {}
@@ -82,6 +94,11 @@ def spoiled_backend(*, caught_by: str, says: Words) -> Callable[[SpoilBackend], 
 def spoiled_engine(*, caught_by: str, says: Words) -> Callable[[SpoilEngine], SpoilEngine]:
     """Register the function below as a mutant of the engine page, given its class."""
     return _registering(lambda spoil: {"spoil_engine": spoil})(caught_by, says=says)
+
+
+def spoiled_rank(*, caught_by: str, says: Words, needs: Capability) -> Callable[[_T], _T]:
+    """Register the function below as a mutant: it surrounds the calls of one of two ranks, in the rank's process."""
+    return _registering(lambda wrong: {"spoil_rank": wrong})(caught_by, says=says, needs=needs)
 
 
 def registered_mutants() -> Mapping[str, Mutant]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Final
 
@@ -26,12 +26,13 @@ from drivetrain_conformance.harness.run_profile import PROFILES, Profile
 from drivetrain_conformance.harness.runner import CaseResult, Runner
 from drivetrain_conformance.harness.suite import Suite, suite_of
 from drivetrain_conformance.harness.verdict import Verdict
+from drivetrain_conformance.mutants.ranks import spoiled_ranks
 from drivetrain_conformance.mutants.registry import Mutant, registered_mutants
 
 FAMILIES: Final = (
     *("claims", "fields", "combined", "configuration", "generation", "streams", "logprobs", "control", "weights"),
     *("adapters", "growth", "inputs", "tool_calls", "sampling_masks", "images", "media_bounds", "sounds"),
-    *("scores", "pooled", "recurrent", "deterministic"),
+    *("scores", "pooled", "recurrent", "deterministic", "ranks"),
 )
 """Modules of mutants."""
 _PROFILE: Final[Profile] = dataclasses.replace(PROFILES["ci"], name="mutants", samples=1024, cycles=20)
@@ -55,10 +56,15 @@ def all_mutants() -> list[Mutant]:
     return list(registered_mutants().values())
 
 
-def run_mutants(backend: str, *, as_json: bool) -> bool:
-    """Try every mutant of ``backend`` and show the results; return True if all were caught."""
+def run_mutants(backend: str, cases: Sequence[Case], *, as_json: bool) -> bool:
+    """Try every mutant of ``backend`` that one of ``cases`` catches, and show the results.
+
+    Returns:
+        True if all were caught.
+    """
     results: list[MutantResult] = []
-    mutants = all_mutants()
+    ids = {case.id for case in cases}
+    mutants = [mutant for mutant in all_mutants() if mutant.caught_by in ids]
     with progress_bar(backend, len(mutants)) as advance:
         for result in try_mutants(backend, mutants):
             results.append(result)
@@ -123,7 +129,11 @@ def _verdicts_of_the_sound_engine(backend: str, cases: Sequence[Case]) -> Mappin
 
 def _execute(backend: str, mutant: Mutant, case: Case) -> CaseResult:
     profile = _PROFILE_OF_HANGS if "hangs" in mutant.says else _PROFILE
-    with Runner(suite_of_mutant(backend, mutant)(), profile=profile) as runner:
+    wrong = mutant.spoil_rank
+    with (
+        nullcontext() if wrong is None else spoiled_ranks(wrong),
+        Runner(suite_of_mutant(backend, mutant)(), profile=profile) as runner,
+    ):
         return runner.execute(case)
 
 

@@ -1,0 +1,119 @@
+"""Engines of which one rank goes its own way.
+
+Ranks are processes that an engine starts, so that they cannot be spoiled through a class of this process. A module
+``sitecustomize`` on their path spoils them instead: Python imports it in each new process.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+from unittest import mock
+
+from drivetrain.types.capability import Capability
+from drivetrain_conformance.mutants.registry import SpoilRank, spoiled_rank
+
+_PATH: Final = "PYTHONPATH"
+_SPOILED: Final = 1
+"""The rank that is spoiled, of two."""
+_CALLS: Final = "drivetrain.process.worker_calls"
+"""The module through which each rank is called."""
+_SITE: Final = f"""
+import importlib.abc, importlib.util, sys
+
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name != {_CALLS!r}:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+        def exec_module(module):
+            execute(module)
+            from {__name__} import spoil
+            spoil(module.WorkerMethods, {{wrong!r}})
+        spec.loader.exec_module = exec_module
+        return spec
+
+sys.meta_path.insert(0, Finder())
+"""
+
+Proceed = Callable[[], Any]
+
+
+@contextmanager
+def spoiled_ranks(wrong: SpoilRank) -> Iterator[None]:
+    """Spoil one rank of each engine that starts meanwhile."""
+    with tempfile.TemporaryDirectory(prefix="drivetrain-mutant-") as folder:
+        Path(folder, "sitecustomize.py").write_text(_SITE.format(wrong=wrong.__name__), encoding="utf-8")
+        paths = os.pathsep.join(filter(None, [folder, os.environ.get(_PATH)]))
+        with mock.patch.dict(os.environ, {_PATH: paths}):
+            yield
+
+
+def spoil(methods: Any, name: str) -> None:
+    """Let the mutant of this name answer the calls of one rank. Called in each process of an engine."""
+    wrong: SpoilRank = getattr(sys.modules[__name__], name)
+    serve = methods.serve
+
+    def serve_wrongly(worker: Any, call: Any, *rest: Any) -> Any:
+        is_spoiled = getattr(worker, "group", None) is not None and worker.rank == _SPOILED
+        return serve(_Rank(worker, wrong) if is_spoiled else worker, call, *rest)
+
+    methods.serve = staticmethod(serve_wrongly)
+
+
+class _Rank:
+    """Stand-in for a worker, each of whose methods a mutant surrounds."""
+
+    def __init__(self, worker: Any, wrong: SpoilRank) -> None:
+        self._worker = worker
+        self._wrong = wrong
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._worker, name)
+        return lambda *arguments: self._wrong(self._worker, name, lambda: method(*arguments))
+
+
+@spoiled_rank(
+    caught_by="parallel/layers_split_over_two_ranks",
+    says="nats below",
+    needs=Capability.TENSOR_PARALLEL,
+)
+def has_a_shard_of_zeros(worker: Any, name: str, proceed: Proceed) -> Any:
+    """One rank's share of the model's last matrix is zeros."""
+    if name == "gpus":
+        list(worker.model.parameters())[-2].data.zero_()
+    return proceed()
+
+
+@spoiled_rank(
+    caught_by="parallel/an_update_reaches_every_rank",
+    says="nats below",
+    needs=Capability.TENSOR_PARALLEL,
+)
+def updates_one_rank_alone(worker: Any, name: str, proceed: Proceed) -> Any:
+    """One rank verifies new weights, and goes on with its old ones."""
+    parameters = list(worker.model.parameters())
+    if name == "prepare_weights":
+        worker.of_before = [parameter.detach().clone() for parameter in parameters]
+    result = proceed()
+    if name == "commit_weights":
+        for parameter, before in zip(parameters, worker.of_before, strict=True):
+            parameter.data.copy_(before)
+    return result
+
+
+@spoiled_rank(
+    caught_by="parallel/a_push_reaches_every_rank",
+    says=("nats below", "is not what was pushed"),
+    needs=Capability.TENSOR_PARALLEL,
+)
+def takes_a_push_on_one_rank_alone(worker: Any, name: str, proceed: Proceed) -> Any:
+    """One rank verifies a push, and goes on with its old weights."""
+    return updates_one_rank_alone(worker, name, proceed)
