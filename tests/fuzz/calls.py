@@ -3,8 +3,8 @@
     python tests/fuzz/calls.py --calls 10000 --seed 0 --backend transformers --isolation inline process
 
 Every 200 calls, or more often if there are few, a request with a known answer is made. A fault is an error other than
-``DrivetrainError``, a ``WireError``, a changed answer, or an engine that is no longer ready; if there is one, the exit
-code is 1.
+``DrivetrainError``, a ``WireError`` or ``EngineInternalError``, a changed answer, an engine that is no longer ready, or
+a call that ends otherwise hosted than inline; if there is one, the exit code is 1.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ import numpy
 import torch
 
 from drivetrain import (
+    DeadlineExceeded,
     DiskSource,
     DrivetrainError,
     EngineConfig,
     EngineHandle,
+    EngineInternalError,
     ImageInput,
     InferenceEngine,
     LoraSource,
@@ -242,26 +244,33 @@ def calls(engine: InferenceEngine, draw: Draw, sessions: list[str]) -> dict[str,
     }
 
 
-async def fuzz(engine: InferenceEngine, count: int, seed: int, known_every: int = KNOWN_EVERY) -> dict[str, int]:
-    """Make calls, with a known request now and then; return each fault and its count."""
+async def fuzz(
+    engine: InferenceEngine, count: int, seed: int, known_every: int = KNOWN_EVERY, endings: list[str] | None = None
+) -> dict[str, int]:
+    """Make calls, with a known request now and then; return each fault and its count.
+
+    Each call's name and the error that it raised are appended to ``endings``.
+    """
     faults: collections.Counter[str] = collections.Counter()
+    endings = [] if endings is None else endings
     draw = Draw(seed)
     session = await engine.open_session(512)
     known = (await engine.generate([1, 2, 3], {"max_new_tokens": 4, "temperature": 0})).completions[0].token_ids
     made = calls(engine, draw, [session])
     for number in range(1, count + 1):
         name = draw.random.choice(list(made))
+        endings.append(f"{name}: an answer")
         try:
             async with asyncio.timeout(60):
                 answer = made[name]()
                 if asyncio.iscoroutine(answer):
                     await answer
-        except DrivetrainError as error:
-            if isinstance(error, WireError) and name != "attach":
-                # An argument that the page refuses by name must not fail on its way to a host.
-                faults[f"{name}: {type(error).__name__}: {str(error)[:120]}"] += 1
         except Exception as error:
-            faults[f"{name}: {type(error).__name__}: {str(error)[:120]}"] += 1
+            endings[-1] = f"{name}: {type(error).__name__} {getattr(error, 'field', '')}"
+            # The page refuses junk by name, before it is sent to a host or reaches the engine.
+            is_late = isinstance(error, EngineInternalError) or (isinstance(error, WireError) and name != "attach")
+            if is_late or not isinstance(error, DrivetrainError):
+                faults[f"{name}: {type(error).__name__}: {str(error)[:120]}"] += 1
         if engine.state is not EngineState.READY:
             await engine.wake_up()
             if engine.status.weights is not WeightState.CLEAN:
@@ -274,17 +283,29 @@ async def fuzz(engine: InferenceEngine, count: int, seed: int, known_every: int 
     return dict(faults)
 
 
-async def _run(backend: str, isolation: str, count: int, seed: int) -> int:
+def differences(one: list[str], other: list[str]) -> list[str]:
+    """Return the calls that ended in two ways, up to the first that a deadline ended, which depends on the machine."""
+    found = []
+    for number, pair in enumerate(zip(one, other, strict=True), 1):
+        if any(DeadlineExceeded.__name__ in ending for ending in pair):
+            break
+        if pair[0] != pair[1]:
+            found.append(f"call {number} ended as {pair[0]}, and as {pair[1]}")
+    return found
+
+
+async def _run(backend: str, isolation: str, count: int, seed: int) -> tuple[int, list[str]]:
+    endings: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         model = tiny_model("qwen2", directory=Path(folder) / "model")
         os.chdir(folder)  # the engine saves models, and some junk is a relative path
         config: dict[str, Any] = {"model": str(model), "device": "cpu", "isolation": Isolation(isolation)}
         async with create_engine(backend, **config) as engine:
-            faults = await fuzz(engine, count, seed, min(KNOWN_EVERY, max(1, count // 6)))
+            faults = await fuzz(engine, count, seed, min(KNOWN_EVERY, max(1, count // 6)), endings)
     print(f"{backend}, {isolation}: {count} calls, seed {seed}: {sum(faults.values())} faults")
     for fault, times in sorted(faults.items(), key=lambda item: -item[1]):
         print(f"  {times} times: {fault}")
-    return len(faults)
+    return len(faults), endings
 
 
 def main() -> int:
@@ -296,14 +317,11 @@ def main() -> int:
     parser.add_argument("--isolation", nargs="+", default=["inline", "process"])
     options = parser.parse_args()
     torch.set_num_threads(1)
-    return int(
-        any(
-            [
-                asyncio.run(_run(options.backend, isolation, options.calls, options.seed))
-                for isolation in options.isolation
-            ]
-        )
-    )
+    runs = [asyncio.run(_run(options.backend, where, options.calls, options.seed)) for where in options.isolation]
+    differing = [words for _, endings in runs[1:] for words in differences(runs[0][1], endings)]
+    if len(runs) > 1:
+        print(f"{' and '.join(options.isolation)}: {len(differing)} calls ended in two ways", *differing, sep="\n  ")
+    return int(bool(differing) or any(faults for faults, _ in runs))
 
 
 if __name__ == "__main__":

@@ -7,9 +7,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
-from tests.fuzz.calls import Draw, calls, fuzz
+from tests.fuzz.calls import Draw, calls, differences, fuzz
 
 from drivetrain import InferenceEngine, create_engine
 from drivetrain.testing import tiny_model
@@ -18,15 +19,16 @@ from drivetrain.types import arguments
 
 @pytest.fixture(autouse=True)
 def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Change the working directory: the engine saves models, and some junk is a relative path."""
+    """Work in an empty folder and offline: the engine saves models, and some junk is a relative path or a hub id."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
 
 
 @asynccontextmanager
-async def opened() -> AsyncIterator[InferenceEngine]:
+async def opened(isolation: str = "inline") -> AsyncIterator[InferenceEngine]:
     torch.set_num_threads(1)
     async with create_engine(
-        "transformers", model=str(tiny_model("qwen2")), device="cpu", isolation="inline"
+        "transformers", model=str(tiny_model("qwen2")), device="cpu", isolation=isolation
     ) as engine:
         yield engine
 
@@ -35,6 +37,20 @@ async def test_calls_with_junk_are_typed_or_right() -> None:
     async with opened() as engine:
         faults = await fuzz(engine, count=300, seed=0, known_every=50)
     assert faults == {}
+
+
+async def test_hosted_calls_end_as_inline_calls_do() -> None:
+    endings: dict[str, list[str]] = {"inline": [], "process": []}
+    for isolation, ended in endings.items():
+        async with opened(isolation) as engine:
+            await fuzz(engine, count=200, seed=1, endings=ended)
+    assert differences(*endings.values()) == []
+
+
+def test_calls_that_end_in_two_ways_are_found_until_a_deadline_ends_one() -> None:
+    inline = ["abort: an answer", "sleep: InvalidRequest tags", "decode: DeadlineExceeded ", "abort: an answer"]
+    hosted = ["abort: an answer", "sleep: WireError ", "decode: an answer", "abort: EngineDied "]
+    assert differences(inline, hosted) == ["call 2 ended as sleep: InvalidRequest tags, and as sleep: WireError "]
 
 
 async def test_every_public_method_with_arguments_is_drawn() -> None:

@@ -236,11 +236,19 @@ async def a_regex_that_does_not_compile_is_refused(bench: Bench) -> None:
 
 @case(Capability.STRUCTURED_JSON)
 async def a_schema_with_unknown_types_is_refused(bench: Bench) -> None:
-    """JSON that is not a valid schema is refused as a mistake in the request, and the engine serves on."""
+    """JSON that is not a valid schema is refused as a mistake in the request, and the engine serves on.
+
+    A deeply nested schema is taken, or refused in the same way.
+    """
     for broken in ('{"type": "no such type"}', '{"type": "string", "format": []}', '{"allOf": 5}'):
         params = SamplingParams(max_new_tokens=8, structured_output=JsonSchema(json_schema=broken))
         with refused(InvalidRequest, field=_FIELD):
             await bench.engine.generate(bench.prompt(), params)
+    deep = JsonSchema(json_schema='{"type": "array", "items": ' * 200 + "{}" + "}" * 200)
+    try:
+        await bench.engine.generate(bench.prompt(), SamplingParams(max_new_tokens=1, structured_output=deep))
+    except InvalidRequest as error:
+        _require_grammar_named(error)
     assert (await bench.greedy([bench.prompt()]))[0].token_ids
 
 
