@@ -10,8 +10,17 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
-from drivetrain import Completion, InferenceEngine, InvalidConfig, SamplingParams, create_engine
+from drivetrain import (
+    Completion,
+    ImageInput,
+    InferenceEngine,
+    InvalidConfig,
+    SamplingParams,
+    TokenPrompt,
+    create_engine,
+)
 from drivetrain.backend.base import GenerateRequest
 from drivetrain.testing import tiny_model
 from drivetrain.testing.tiny_model import ConfigValue
@@ -225,6 +234,17 @@ async def test_embeddings_are_computed_alone() -> None:
         apart = [(await engine.encode([prompt]))[0] for prompt in PROMPTS]
         assert await engine.encode(PROMPTS) == apart
         assert await engine.encode(PROMPTS[::-1]) == apart[::-1]
+
+
+async def test_images_are_computed_alone() -> None:
+    image = ImageInput.from_pil(Image.frombytes("RGB", (112, 84), random.Random(1).randbytes(112 * 84 * 3)))
+    seen = [TokenPrompt(token_ids=(*ids, 260, 262, 261, 7, 8), media=(image,)) for ids in (_BASE[:CHUNK], [5])]
+    prompts, params = [seen[0], TokenPrompt(token_ids=tuple(_BASE)), seen[1]], PARAMS[1:4]
+    async with deterministic(tiny_model("qwen2_vl")) as engine:
+        wanted = [bits((await engine.generate(*one)).completions[0]) for one in zip(prompts, params, strict=True)]
+        with before_steps(engine, (5, 14), retract):
+            output = await engine.generate([*prompts[::-1], *prompts], [*params[::-1], *params])
+    assert [bits(completion) for completion in output.completions] == [*wanted[::-1], *wanted]
 
 
 @pytest.mark.parametrize(
