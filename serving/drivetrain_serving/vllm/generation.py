@@ -213,7 +213,7 @@ class GenerationRoutes:
         engine = self._served.engine
         length = engine.model_info.context_length
         ids = await in_prompt_thread(lambda: engine.tokenizer.encode(prompt, length, f"prompts[{index}]"))
-        return TokenPrompt(token_ids=tuple(ids))
+        return TokenPrompt.model_construct(token_ids=tuple(ids), media=())
 
     async def _pieces(
         self, call: Call, responses: Responses, ids: Sequence[Sequence[int] | None], include_usage: bool
