@@ -4,8 +4,9 @@
         [--fields JSON] [--lock FILE]
 
 Bare prefill runs the same sequences with max_new_tokens=0, which needs the model's head at the last token alone. A
-teacher scores given ids, at a temperature, at the last quarter of each sequence's positions, and at all of them. No
-prefix is cached.
+teacher scores given ids, at a temperature, at the last quarter of each sequence's positions, and at all of them; and it
+scores all of them and generates a token, in one request of the engine and in two. No prefix is cached unless --fields
+say so.
 
 Prints tokens/s of each, and the median, over the rounds, of a teacher's rate as a share of the same round's prefill.
 Inline, the share is also computed from CPU time, which other work on the machine does not change. Without a model it
@@ -32,6 +33,8 @@ Run = Callable[[], Awaitable[object]]
 Spent = tuple[float, float]
 """Seconds, and seconds of CPU time of this process."""
 
+TOKEN = {"max_new_tokens": 1, "temperature": 1.0}
+
 
 def kinds(engine: InferenceEngine, given: argparse.Namespace) -> dict[str, Run]:
     """Return what is compared: bare prefill first."""
@@ -40,11 +43,18 @@ def kinds(engine: InferenceEngine, given: argparse.Namespace) -> dict[str, Run]:
     sequences: list[list[int]] = rng.integers(1, last, size=(given.batch, given.tokens)).tolist()
     every = rng.integers(0, vocabulary, size=(given.batch, given.tokens, given.ids), dtype=np.int32)
     late = every[:, -quarter:]
+
+    async def in_two() -> None:
+        await engine.compute_logprobs(sequences, at=every)
+        await engine.generate(sequences, TOKEN)
+
     return {
         "prefill": lambda: engine.generate(sequences, {"max_new_tokens": 0}),
         "last quarter": lambda: engine.compute_logprobs(sequences, at=late, last_n=quarter, temperature=2.0),
         "all positions": lambda: engine.compute_logprobs(sequences, at=every, temperature=2.0),
         "prompt logprobs": lambda: engine.compute_logprobs(sequences),
+        "and a token": lambda: engine.compute_logprobs(sequences, at=every, sampling_params=TOKEN),
+        "in two requests": in_two,
     }
 
 

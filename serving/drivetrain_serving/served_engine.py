@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from drivetrain.checks.safe_repr import shown
 from drivetrain.engine.engine import InferenceEngine
@@ -19,6 +19,10 @@ from drivetrain.types.weights import LoraSource, WeightUpdateRequest
 from drivetrain_serving.config import ServerConfig
 from drivetrain_serving.http.request_records import RECORD, RequestRecord
 from drivetrain_serving.traffic import Traffic
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 _POLL_S: Final = 0.05
 
@@ -80,13 +84,49 @@ class ServedEngine:
         """Generate as the engine does, and count the tokens."""
         with self._recorded(lora, request_ids) as record:
             output = await self.engine.generate(prompts, params, request_ids=request_ids, lora=lora, priority=priority)
-            tokens = sum(len(completion.token_ids) for completion in output.completions)
-            self.traffic.add(tokens)
-            if record is not None:
-                record.sampled(tokens)
-                for completion in output.completions:
-                    record.completed(completion)
+            self._count(output, record)
         return output
+
+    async def score_and_generate(
+        self,
+        token_ids: Sequence[int],
+        at: NDArray[np.int64],
+        params: ParamsLike,
+        *,
+        request_ids: Sequence[str],
+        lora: str | None,
+        priority: int,
+    ) -> GenerationOutput:
+        """Score ids at the last positions of a prompt, generate after it in the same request, and count the tokens.
+
+        Args:
+            token_ids: The prompt.
+            at: Ids to score at each of the last positions; integers of shape (positions, K).
+            params: Sampling params.
+            request_ids: The request's id.
+            lora: Name of a loaded adapter.
+            priority: Higher is sooner.
+        """
+        with self._recorded(lora, request_ids) as record:
+            output = await self.engine.compute_logprobs(
+                [token_ids],
+                at=[at],
+                last_n=len(at),
+                sampling_params=params,
+                request_ids=request_ids,
+                lora=lora,
+                priority=priority,
+            )
+            self._count(output, record)
+        return output
+
+    def _count(self, output: GenerationOutput, record: RequestRecord | None) -> None:
+        tokens = sum(len(completion.token_ids) for completion in output.completions)
+        self.traffic.add(tokens)
+        if record is not None:
+            record.sampled(tokens)
+            for completion in output.completions:
+                record.completed(completion)
 
     async def generate_stream(
         self,

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from drivetrain import InferenceEngine, SamplingParams, TokenPrompt
+from drivetrain.backend.base import GenerateRequest, GenerateResult
 from drivetrain_serving.vllm.payloads import read_chat
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -277,6 +278,38 @@ async def test_given_ids_are_scored_at_the_prompts_tokens(client: httpx.AsyncCli
     assert len(body["choices"][0]["token_ids"]) == 1
     plain = await answer(client, "/inference/v1/generate", token_ids=prompt, sampling_params={"max_tokens": 1})
     assert plain["prompt_token_id_logprobs"] is None
+
+
+@pytest.mark.parametrize(("n", "more", "requests"), [(1, {}, 1), (3, {}, 3), (1, {"prompt_logprobs": 1}, 2)])
+async def test_scores_and_tokens_come_of_one_request_of_the_engine(
+    client: httpx.AsyncClient,
+    engine: InferenceEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    n: int,
+    more: dict[str, object],
+    requests: int,
+) -> None:
+    prompt, ids = [5, 9, 7, 60, 61], [[1, 2], [3, 3], [4, 5], [6, 7]]
+    asked: list[GenerateRequest] = []
+    generate = engine.parts.backend.generate
+
+    async def counted(request: GenerateRequest) -> GenerateResult:
+        asked.append(request)
+        return await generate(request)
+
+    monkeypatch.setattr(engine.parts.backend, "generate", counted)
+    params = {"temperature": 0, "max_tokens": 6, "logprobs": 0, "n": n, **more}
+    both = params | {"prompt_logprob_token_ids": ids}
+    body = await answer(client, "/inference/v1/generate", token_ids=prompt, sampling_params=both, request_id="mine")
+    assert len(asked) == requests
+    assert sum(request.scoring is not None for request in asked) == 1, "the first completion alone is scored"
+    plain = await answer(client, "/inference/v1/generate", token_ids=prompt, sampling_params=params)
+    assert [one["token_ids"] for one in body["choices"]] == [one["token_ids"] for one in plain["choices"]]
+    assert body["prompt_logprobs"] == plain["prompt_logprobs"]
+    found = np.load(io.BytesIO(base64.b64decode(body["prompt_token_id_logprobs"])), allow_pickle=False)
+    (scored,) = (await engine.compute_logprobs([prompt], at=[ids], last_n=4)).completions
+    assert scored.scores is not None
+    np.testing.assert_allclose(found, scored.scores.at_logprobs, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,13 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
 from PIL import Image
 from transformers import AutoModelForCausalLM
+from verl.experimental.teacher_loop.teacher_manager import _get_teacher_sampling_params
 from verl.workers.config import HFModelConfig, RolloutConfig
 
 from drivetrain import (
@@ -26,11 +28,13 @@ from drivetrain import (
 )
 from drivetrain.testing import tiny_model
 from drivetrain.testing.byte_tokenizer import VOCAB_SIZE
+from drivetrain_trainers.verl.prompt_scores import score_fields
 from drivetrain_trainers.verl.server import EngineServer
 from drivetrain_weight_sync import WeightSync
 
 BACKEND = os.environ.get("BACKEND", "transformers")
 PYTHON = os.environ.get("ENGINE_PYTHON")
+ENGINE = {"backend": BACKEND} if PYTHON is None else {"backend": BACKEND, "python": PYTHON}
 MODEL = str(tiny_model("qwen2"))
 PROMPT = [5, 6, 7, 8]
 DRAWN = {"temperature": 0.8, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
@@ -78,6 +82,38 @@ def test_logprobs_are_those_that_the_trainer_computes() -> None:
         assert output.extra_fields["weight_versions"] == "initial:0-12"
 
     with_a_server(test)
+
+
+@pytest.mark.parametrize("top_k", [0, 1, 7])
+def test_a_teacher_scores_a_prompt_as_verl_asks_it_to(top_k: int) -> None:
+    loss = SimpleNamespace(topk=top_k, loss_settings=SimpleNamespace(use_topk=top_k > 0))
+    teacher = SimpleNamespace(inference=SimpleNamespace(temperature=0.5))
+    asked = _get_teacher_sampling_params(teacher, loss)
+    sequence = [5, 6, 7, 8, 90, 91, 92]
+    with torch.no_grad():
+        expected = policy()(torch.tensor([sequence])).logits[0, :-1].log_softmax(-1)
+
+    async def test(one: EngineServer) -> None:
+        alone = await one.generate([5], dict(asked), "alone")
+        assert not alone.extra_fields["prompt_logprobs"].any()
+        output = await one.generate(sequence, dict(asked), "a")
+        assert len(output.token_ids) == asked["max_tokens"] == 1
+        ids, logprobs = (torch.tensor(output.extra_fields[name]) for name in ("prompt_ids", "prompt_logprobs"))
+        assert ids.shape == logprobs.shape == (len(sequence), max(top_k, 1))
+        assert (ids.dtype, logprobs.dtype) == (torch.int32, torch.float32)
+        assert not ids[-1].any()
+        assert not logprobs[-1].any()
+        if not top_k:
+            assert ids[:-1, 0].tolist() == sequence[1:]
+        assert torch.allclose(logprobs[:-1], expected.gather(1, ids[:-1].long()), atol=1e-4)
+        assert torch.allclose(logprobs[:-1], expected.topk(max(top_k, 1)).values, atol=1e-4) or not top_k
+        by_lists = SamplingParams(max_new_tokens=1, prompt_logprobs=top_k)
+        (completion,) = (await one._engine.generate([sequence], by_lists)).completions
+        fields = score_fields(completion, top_k)
+        assert fields["prompt_ids"].tolist() == ids.tolist()
+        assert torch.allclose(torch.tensor(fields["prompt_logprobs"]), logprobs, atol=1e-5)
+
+    with_a_server(test, engine_kwargs={"drivetrain": ENGINE}, free_cache_engine=False)
 
 
 def test_a_pushed_version_is_in_the_outputs() -> None:

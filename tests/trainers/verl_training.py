@@ -13,6 +13,8 @@ from statistics import mean
 
 import pytest
 
+from drivetrain.testing import tiny_model
+
 EXAMPLE = Path(__file__).parents[2] / "examples/verl_grpo.py"
 STEPS = 8
 _spec = importlib.util.spec_from_file_location("verl_grpo", EXAMPLE)
@@ -69,6 +71,41 @@ def test_it_trains_on_tokens_of_the_weights_that_it_has_just_pushed(
             assert logged["training/rollout_probs_diff_mean"] < (1e-3 if "--lora" not in options else 1e-2)
     scores = [logged["critic/score/mean"] for logged in steps.values()]
     assert mean(scores[-2:]) > mean(scores[:2]) + 0.05
+
+
+def distilling(teacher: Path, loss: str) -> list[str]:
+    """Return settings by which verl trains on the logprobs of a teacher alone, which an engine of BACKEND serves."""
+    one = "distillation.teacher_models.teacher_model"
+    engine = {"backend": os.environ.get("BACKEND", "transformers")}
+    engine |= {"python": os.environ["ENGINE_PYTHON"]} if "ENGINE_PYTHON" in os.environ else {}
+    return [
+        "distillation.enabled=true",
+        "distillation.n_gpus_per_node=1",
+        "distillation.nnodes=1",
+        f"distillation.distillation_loss.loss_mode={loss}",
+        "distillation.distillation_loss.use_task_rewards=false",
+        f"{one}.model_path={teacher}",
+        f"{one}._target_=drivetrain_trainers.verl.teacher.TeacherConfig",
+        f"{one}.inference.tensor_model_parallel_size=1",
+        *(f"+{one}.inference.engine_kwargs.drivetrain.{name}={value}" for name, value in engine.items()),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "loss", "seed", "falls"),
+    [("sync", "forward_kl_topk", 1, True), ("v0", "k3", 1, True), ("sync", "forward_kl_topk", 0, False)],
+    ids=["likely-tokens", "own-tokens", "itself"],
+)
+def test_a_student_learns_of_a_teacher(trainer: str, loss: str, seed: int, falls: bool, tmp_path: Path) -> None:
+    teacher = tiny_model("qwen2", num_hidden_layers=1, seed=seed)
+    _, output = train(tmp_path, "--trainer", trainer, *distilling(teacher, loss))
+    assert (tmp_path / "metrics.jsonl").exists(), output
+    losses = [logged["actor/distillation/loss"] for _, logged in sorted(metrics(tmp_path).items())]
+    assert len(losses) == STEPS
+    if falls:
+        assert 0 <= mean(losses[-2:]) < 0.7 * mean(losses[:2])
+    else:
+        assert abs(losses[0]) < 1e-4, "the teacher is the policy itself"
 
 
 def test_a_configuration_that_is_refused_ends_the_run_with_its_reason(tmp_path: Path) -> None:

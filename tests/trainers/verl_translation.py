@@ -4,20 +4,27 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+from pathlib import Path
 
 import pytest
 import verl.workers.rollout.replica as replica_module
+from hydra.errors import InstantiationException  # type: ignore[import-not-found]
+from omegaconf import OmegaConf  # type: ignore[import-not-found]
 from pydantic import BaseModel
-from verl.workers.config import HFModelConfig, RolloutConfig
+from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.config import DistillationConfig, HFModelConfig, RolloutConfig
 from verl.workers.rollout.base import get_rollout_class
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
 from drivetrain import BackendUnavailable, InvalidConfig, InvalidRequest, LogprobsMode, SamplingParams
 from drivetrain.testing import tiny_model
+from drivetrain_trainers.verl.prompt_scores import top_k_of
 from drivetrain_trainers.verl.replica import DrivetrainReplica
 from drivetrain_trainers.verl.rollout import DrivetrainRollout
 from drivetrain_trainers.verl.sampling import Lengths, sampling_params
 from drivetrain_trainers.verl.settings import engine_config
+from drivetrain_trainers.verl.teacher import TeacherConfig
 
 LENGTHS = Lengths(prompt=32, response=16, context=64)
 
@@ -101,7 +108,7 @@ def test_adapters_are_refused_and_merged_ones_are_not(model: HFModelConfig) -> N
     engine_config(rollout(), dataclasses.replace(model, lora_rank=8, lora={"merge": True}))
 
 
-def test_a_replica_on_several_nodes_and_models_that_are_not_the_policy_are_refused() -> None:
+def test_a_replica_on_several_nodes_and_a_reward_model_are_refused() -> None:
     def replica(gpus_per_node: int = 1, **kind: bool) -> DrivetrainReplica:
         config = rollout(tensor_model_parallel_size=2 if not kind else 1)
         return DrivetrainReplica(0, config, None, gpus_per_node=gpus_per_node, **kind)
@@ -111,8 +118,53 @@ def test_a_replica_on_several_nodes_and_models_that_are_not_the_policy_are_refus
     replica(gpus_per_node=2)._refuse()
     with pytest.raises(InvalidConfig, match="verl asks reward models by HTTP"):
         replica(is_reward_model=True)._refuse()
-    with pytest.raises(InvalidConfig, match="no logprobs of prompts"):
-        replica(is_teacher_model=True)._refuse()
+    replica(is_teacher_model=True)._refuse()
+
+
+def test_a_teacher_takes_verls_defaults_and_is_refused_by_its_own_names(model: HFModelConfig) -> None:
+    config = engine_config(rollout(enforce_eager=True), model, mode="colocated", is_teacher=True)
+    assert (config.enable_sleep, config.sleep_keeps_weights) == (False, False)
+    for fields, message in (
+        ({"quantization": "fp8"}, r"^distillation\.teacher_models\.\*\.inference\.quantization='fp8'"),
+        ({"engine_kwargs": {}}, r"^distillation\.teacher_models\.\*\.inference\.engine_kwargs\.drivetrain\.backend"),
+    ):
+        with pytest.raises(InvalidConfig, match=message) as raised:
+            engine_config(rollout(**fields), model, is_teacher=True)
+        assert raised.value.field.startswith("distillation.teacher_models.*.inference.")
+
+
+def distillation(teacher: str, topk: int | None, loss: str = "forward_kl_topk") -> DistillationConfig:
+    """Return verl's configuration, made from its own file, as each of its processes makes it."""
+    path = Path(inspect.getfile(DistillationConfig)).parents[2] / "trainer/config/distillation/distillation.yaml"
+    config = OmegaConf.load(path)
+    del config["defaults"]
+    one = config.teacher_models.teacher_model
+    names = {"name": "drivetrain", "dtype": "float32", "prompt_length": 8, "response_length": 8, "temperature": 1.0}
+    one.inference = {**one.inference, **names, "tensor_model_parallel_size": 1}
+    one["_target_"], one.model_path = teacher, "teacher"
+    config.enabled, config.n_gpus_per_node, config.nnodes = True, 1, 1
+    config.distillation_loss.loss_mode, config.distillation_loss.topk = loss, topk
+    made: DistillationConfig = omega_conf_to_dataclass(config)
+    return made
+
+
+def test_a_loss_over_likely_tokens_needs_our_class_of_the_teacher() -> None:
+    ours, theirs = (
+        "drivetrain_trainers.verl.teacher.TeacherConfig",
+        "verl.workers.config.DistillationTeacherModelConfig",
+    )
+    assert isinstance(distillation(ours, 32).teacher_models["default"], TeacherConfig)
+    assert distillation(theirs, None, "k3").teacher_models["default"].inference.name == "drivetrain"
+    with pytest.raises(InstantiationException, match="does not support inference engine drivetrain"):
+        distillation(theirs, 32)
+    with pytest.raises(InstantiationException, match="topk=None: this loss is over the teacher's most likely tokens"):
+        distillation(ours, None)
+
+
+@pytest.mark.parametrize("count", [-1, True, 1.5, "4"])
+def test_a_number_of_likely_tokens_that_is_none_is_refused(count: object) -> None:
+    with pytest.raises(InvalidRequest, match=r"prompt_logprobs=.* expected a number of most likely tokens"):
+        top_k_of(count)
 
 
 def test_every_parameter_of_an_agent_loop_arrives() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import torch
 
 import drivetrain_transformers.scoring
 import oracle
-from drivetrain import Completion, InferenceEngine, create_engine
+from drivetrain import Completion, InferenceEngine, InvalidRequest, create_engine
 from drivetrain.testing import tiny_model
 from drivetrain_sampling.scores import score_rows
 from drivetrain_transformers.model import LoadedModel
+from engines import HANGING, until_generating
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -77,6 +79,32 @@ async def test_logits_are_computed_in_parts(model: Path, monkeypatch: pytest.Mon
         monkeypatch.setattr(drivetrain_transformers.scoring, "LOGITS_AT_ONCE", 10 * vocabulary)
         await engine.compute_logprobs([list(range(1, 36))], temperature=1.0)
     assert shapes == [(10, vocabulary)] * 3 + [(4, vocabulary)]
+
+
+async def test_tokens_and_scores_of_one_request_outlast_a_retraction(engine: InferenceEngine, model: Path) -> None:
+    prompts = np.random.default_rng(6).integers(1, 250, size=(2, 40)).tolist()
+    at = np.arange(117).reshape(39, 3)
+    params = {"max_new_tokens": 300, "ignore_eos": True, "logprobs": 0, "n": 2}
+    scoring = engine.compute_logprobs(prompts, at=[at] * 2, last_n=39, temperature=0.7, top_k=2, sampling_params=params)
+    task = asyncio.create_task(scoring)
+    await until_generating(engine, 4)
+    await engine.pause_generation("retract")
+    await engine.continue_generation()
+    completions = (await asyncio.wait_for(task, HANGING)).completions
+    plain = oracle.load(model)
+    for completion in completions:
+        assert len(completion.token_ids) == 300
+        expected = oracle.logprobs_of(plain, completion)
+        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, rtol=0, atol=1e-4)
+        if completion.sample_index:
+            assert completion.scores is None, "one completion of each prompt has its scores"
+        else:
+            assert_scores(completion, at, plain, 0.7)
+
+
+async def test_prompt_logprobs_are_refused_beside_scores(engine: InferenceEngine) -> None:
+    with pytest.raises(InvalidRequest, match="prompt_logprobs=0: compute_logprobs"):
+        await engine.compute_logprobs([[1, 2]], sampling_params={"max_new_tokens": 1, "prompt_logprobs": 0})
 
 
 async def test_prefixes_are_reused_up_to_the_first_position(engine: InferenceEngine) -> None:

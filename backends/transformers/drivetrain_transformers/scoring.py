@@ -24,9 +24,14 @@ class _Scored:
 
 
 def positions_of(sequence: Sequence) -> int:
-    """Return how many positions of a sequence must be computed for its scores, its last token included; 0: none."""
+    """Return how many positions of a sequence must be computed for its scores, its last token included; 0: none.
+
+    A sequence that lost its cache after it was scored is not scored again.
+    """
     scoring = sequence.request.scoring
-    return 0 if scoring is None else scoring.scored(len(sequence.request.prompt_token_ids)) + 1
+    if scoring is None or sequence.scores is not None:
+        return 0
+    return scoring.scored(len(sequence.request.prompt_token_ids)) + 1
 
 
 def score(model: LoadedModel, group: Values[Sequence], rows: Values[int], computed: Computed) -> None:
@@ -41,9 +46,8 @@ def score(model: LoadedModel, group: Values[Sequence], rows: Values[int], comput
     source = computed.logits if computed.before_head is None else computed.before_head
     alike: dict[tuple[object, ...], list[_Scored]] = {}
     for sequence, row in zip(group, rows, strict=True):
-        scoring = sequence.request.scoring
-        if scoring is not None:
-            count = positions_of(sequence) - 1
+        scoring, count = sequence.request.scoring, positions_of(sequence) - 1
+        if scoring is not None and count >= 0:
             end = source.shape[1] - 1
             key = sequence.request.lora, scoring.temperature, scoring.width, scoring.top_k
             alike.setdefault(key, []).append(_Scored(sequence, scoring, source[row, end - count : end]))

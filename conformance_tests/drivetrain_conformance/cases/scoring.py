@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -44,6 +44,8 @@ class _Call:
     model: Path | None = None
     """Folder of the model that the scores must be of; None: the engine's."""
     lora: str | None = None
+    sampling: Mapping[str, object] | None = None
+    """Sampling params of the tokens that are generated after each sequence; None: no token is."""
 
     def counts(self) -> list[int]:
         """Return the number of positions of each sequence."""
@@ -72,13 +74,16 @@ class _Call:
             temperature=self.temperature,
             last_n=self.last_n,
             top_k=self.top_k,
+            sampling_params=self.sampling,
             lora=self.lora,
         )
-        assert len(output.completions) == len(self.sequences)
-        for index, (completion, count) in enumerate(zip(output.completions, self.counts(), strict=True)):
+        first = [completion for completion in output.completions if completion.sample_index == 0]
+        assert len(first) == len(self.sequences)
+        for index, (completion, count) in enumerate(zip(first, self.counts(), strict=True)):
             assert completion.prompt_token_ids == self.sequences[index]
-            assert completion.token_ids == [], "tokens were sampled"
-            assert completion.finish_reason is FinishReason.LENGTH
+            if self.sampling is None:
+                assert completion.token_ids == [], "tokens were sampled"
+                assert completion.finish_reason is FinishReason.LENGTH
             self._check(
                 _scores(completion), completion.prompt_token_ids, count, None if given is None else given[index]
             )
@@ -201,6 +206,26 @@ async def scores_name_the_likeliest_tokens(bench: Bench) -> None:
     sequences = [bench.prompt(length) for length in (2, 12, 31)]
     await _Call(bench, sequences, top_k=7).check()
     await _Call(bench, sequences, widths=(0,), top_k=1, temperature=0.8).check()
+
+
+@case(*_NEEDS)
+async def tokens_come_with_scores(bench: Bench) -> None:
+    """compute_logprobs(sampling_params=) generates after each sequence and scores it, in one request of the engine.
+
+    The first of n completions of a sequence has the scores; stops on text leave them whole.
+    """
+    sequences = [bench.prompt(length) for length in (1, 9, 34)]
+    greedy = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True, "logprobs": 0}
+    for n in (1, 3):
+        completions = await _Call(bench, sequences, top_k=2, temperature=0.7, sampling={**greedy, "n": n}).check()
+        assert [one.scores is None for one in completions] == [index % n > 0 for index in range(n * len(sequences))]
+        for completion in completions:
+            assert len(completion.token_ids) == 6, f"{len(completion.token_ids)} tokens came beside scores, not 6"
+            assert completion.logprobs is not None
+            check_greedy(bench, completion)
+    if bench.claims(Capability.STOP_REGEX):
+        for completion in await _Call(bench, sequences, sampling={**greedy, "stop_regex": "(?s)."}).check():
+            assert completion.finish_reason is FinishReason.STOP, f"it ended by {completion.finish_reason.value}"
 
 
 @case(*_NEEDS)

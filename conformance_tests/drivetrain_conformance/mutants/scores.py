@@ -73,6 +73,12 @@ def names_one_likely_token_less(request: GenerateRequest) -> GenerateRequest:
     return dataclasses.replace(request, scoring=fewer)
 
 
+@request_mutant("scoring/tokens_come_with_scores", says="0 tokens came beside scores, not 6")
+def generates_nothing_beside_scores(request: GenerateRequest) -> GenerateRequest:
+    """A request that asks for scores samples no token."""
+    return request if request.scoring is None else dataclasses.replace(request, max_new_tokens=0)
+
+
 @request_mutant("scoring/only_the_last_positions_are_scored", says="the logprob of its own token")
 def scores_the_first_positions(request: GenerateRequest) -> GenerateRequest:
     """The first positions are scored in place of the last ones."""

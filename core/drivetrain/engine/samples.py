@@ -43,7 +43,9 @@ class Samples:
     def sample(self, index: int) -> Sample:
         """Make one sample."""
         request_id = self.request.request_id if self.count == 1 else f"{self.request.request_id}/{index}"
-        return Sample(replace(self.request, request_id=request_id, seed=self.seeds(index)), self, index)
+        scoring = None if index else self.request.scoring  # one sample scores the prompt for all
+        request = replace(self.request, request_id=request_id, seed=self.seeds(index), scoring=scoring)
+        return Sample(request, self, index)
 
     def index_of(self, request_id: str) -> int | None:
         """Return the index of the sample with this request id; None if there is no such sample or only one sample."""

@@ -7,6 +7,7 @@ checks ranges. As in the API itself, null means absent.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from types import MappingProxyType
 from typing import Annotated, ClassVar, Literal, TypeVar
 
@@ -16,6 +17,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    InstanceOf,
     JsonValue,
     StrictBool,
     StrictInt,
@@ -105,8 +107,8 @@ def prompts_from_json(value: object) -> object:
 def _prompt(value: object) -> TextPrompt | TokenPrompt:
     if isinstance(value, str):
         return TextPrompt(text=value)
-    if isinstance(value, Sequence) and all(type(item) is int and item >= 0 for item in value):
-        return TokenPrompt(token_ids=tuple(value))
+    with suppress(ValidationError):
+        return TokenPrompt.model_validate({"token_ids": value})
     raise ValueError(f"{shown(value)} is no prompt; expected text or a list of token ids")
 
 
@@ -267,7 +269,9 @@ class CompletionPayload(_Payload):
     )
 
     prompt: Annotated[
-        tuple[TextPrompt | TokenPrompt, ...], BeforeValidator(prompts_from_json, json_schema_input_type=JsonPrompts)
+        # Made here, and valid: ids of a long prompt are not looked at twice.
+        tuple[InstanceOf[TextPrompt] | InstanceOf[TokenPrompt], ...],
+        BeforeValidator(prompts_from_json, json_schema_input_type=JsonPrompts),
     ] = Field(description="Text, token ids, or a list of either.")
     max_tokens: StrictInt | None = Field(default=16, description="Maximum tokens to generate.")
     logprobs: StrictInt | None = Field(

@@ -112,7 +112,7 @@ class GenerateRoute:
         engine = self._served.engine
         length = engine.model_info.context_length
         ids = await in_prompt_thread(lambda: engine.tokenizer.encode(prompt, length, f"prompts[{index}]"))
-        return TokenPrompt(token_ids=tuple(ids))
+        return TokenPrompt.model_construct(token_ids=tuple(ids), media=())
 
 
 def _check_starts(asked: Generation, prompts: tuple[TokenPrompt, ...]) -> None:

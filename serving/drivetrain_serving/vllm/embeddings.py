@@ -105,7 +105,7 @@ class EmbeddingRoute:
         engine = self._served.engine
         length = engine.model_info.context_length
         ids = await in_prompt_thread(lambda: engine.tokenizer.encode(prompt, length, f"prompts[{index}]"))
-        return TokenPrompt(token_ids=tuple(ids))
+        return TokenPrompt.model_construct(token_ids=tuple(ids), media=())
 
 
 def read_embedding(body: Mapping[str, object]) -> tuple[EmbeddingRequest, Call]:

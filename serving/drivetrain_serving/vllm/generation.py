@@ -148,9 +148,12 @@ class GenerationRoutes:
             return await self._streamed(
                 call, responses, include_usage=asked.include_usage, with_ids=False, error_body=body_of
             )
-        with call.refusals():
-            scores = None if wanted is None else await wanted.encoded(self._served.engine, asked, call.lora)
-        return json_answer({**responses.whole(await self._completed(call)), "prompt_token_id_logprobs": scores})
+        if wanted is None:
+            return json_answer(responses.whole(await self._completed(call)))
+        completions = await self._scored(call, asked, wanted)
+        scores = completions[0].scores  # None if the request was aborted before its prompt was read
+        encoded = None if scores is None else wanted.encoded(scores)
+        return json_answer({**responses.whole(completions), "prompt_token_id_logprobs": encoded})
 
     # Parts of the answers ----------------------------------------------------------------------------------------
 
@@ -186,6 +189,27 @@ class GenerationRoutes:
             )
         return output.completions
 
+    async def _scored(self, call: Call, asked: GenerateRequest, wanted: PromptScores) -> list[Completion]:
+        """Generate, and score the prompt in the same request of the engine; the first completion holds the scores.
+
+        With ``prompt_logprobs`` these are two requests, because the engine returns one or the other of a prompt.
+        """
+        with call.refusals():
+            if call.params.get("prompt_logprobs") is not None:
+                engine, at = self._served.engine, wanted.at
+                scored = await engine.compute_logprobs([asked.token_ids], at=[at], last_n=len(at), lora=call.lora)
+                first, *others = await self._completed(call)
+                return [dataclasses.replace(first, scores=scored.completions[0].scores), *others]
+            output = await self._served.score_and_generate(
+                asked.token_ids,
+                wanted.at,
+                call.params,
+                request_ids=call.request_ids,
+                lora=call.lora,
+                priority=call.priority,
+            )
+        return output.completions
+
     # Streams -----------------------------------------------------------------------------------------------------
 
     async def _streamed(
@@ -213,7 +237,7 @@ class GenerationRoutes:
         engine = self._served.engine
         length = engine.model_info.context_length
         ids = await in_prompt_thread(lambda: engine.tokenizer.encode(prompt, length, f"prompts[{index}]"))
-        return TokenPrompt(token_ids=tuple(ids))
+        return TokenPrompt.model_construct(token_ids=tuple(ids), media=())
 
     async def _pieces(
         self, call: Call, responses: Responses, ids: Sequence[Sequence[int] | None], include_usage: bool

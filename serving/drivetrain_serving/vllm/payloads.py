@@ -321,7 +321,7 @@ def read_generate(body: Mapping[str, object]) -> tuple[GenerateRequest, Call]:
     names = {"prompts": "token_ids", **{ours: theirs for theirs, ours in _SAMPLING.items()}}
     return asked, Call(
         id=asked.request_id or f"generate-{uuid.uuid4().hex}",
-        prompts=(TokenPrompt(token_ids=asked.token_ids),),
+        prompts=(TokenPrompt.model_construct(token_ids=asked.token_ids, media=()),),
         params=params,
         lora=None,
         priority=-(asked.priority or 0),

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drivetrain.checks.safe_repr import shown
-from drivetrain.engine.engine import InferenceEngine
-from drivetrain.errors import EngineInternalError, InvalidRequest
+from drivetrain.errors import InvalidRequest
+from drivetrain.types.token_scores import TokenScores
 from drivetrain_serving.vllm.payloads import GenerateRequest
 
 IDS: Final = "prompt_logprob_token_ids"
@@ -58,14 +58,13 @@ class PromptScores:
             )
         return cls(ids)
 
-    async def encoded(self, engine: InferenceEngine, asked: GenerateRequest, lora: str | None) -> str:
-        """Score the prompt; return float32 logprobs of the ids' shape, as a ``.npy`` file in base64."""
-        output = await engine.compute_logprobs(
-            [list(asked.token_ids)], at=[np.maximum(self.ids, 0)], last_n=len(self.ids), lora=lora
-        )
-        scores = output.completions[0].scores
-        if scores is None:
-            raise EngineInternalError("the engine ended the scoring of a prompt without scores")
+    @property
+    def at(self) -> NDArray[np.int64]:
+        """The ids, with 0 in place of padding; shape (positions, ids)."""
+        return np.maximum(self.ids, 0)
+
+    def encoded(self, scores: TokenScores) -> str:
+        """Return the float32 logprobs of the ids, in their shape, as a ``.npy`` file in base64."""
         logprobs = np.where(self.ids < 0, np.float32(-np.inf), scores.at_logprobs)
         with io.BytesIO() as file:
             np.save(file, logprobs, allow_pickle=False)

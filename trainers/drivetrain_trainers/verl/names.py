@@ -8,6 +8,8 @@ ROLLOUT: Final = "drivetrain"
 """Value of ``actor_rollout_ref.rollout.name``, and the key of ``rollout.engine_kwargs`` for the engine's fields."""
 OPTIONS: Final = f"actor_rollout_ref.rollout.engine_kwargs.{ROLLOUT}"
 """Where the fields of the engine's configuration are written."""
+TEACHER: Final = "distillation.teacher_models.*.inference"
+"""Where a teacher has the fields of ``actor_rollout_ref.rollout``."""
 SEEN_WORKING: Final = "0.9.1"
 """The version of verl that the tests run."""
 
@@ -23,4 +25,4 @@ def server_name(replica_rank: int, kind: str = "", suffix: str = "") -> str:
     return "_".join(part for part in (ROLLOUT, "server", kind, str(replica_rank)) if part) + suffix
 
 
-__all__ = ["OPTIONS", "ROLLOUT", "SEEN_WORKING", "server_name"]
+__all__ = ["OPTIONS", "ROLLOUT", "SEEN_WORKING", "TEACHER", "server_name"]

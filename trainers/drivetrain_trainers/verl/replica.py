@@ -43,7 +43,9 @@ class DrivetrainReplica(RolloutReplica):
             "runtime_env": {"env_vars": environment},
             "max_concurrency": _CALLS_AT_ONCE,
         }
-        server = make(EngineServer, options, self.config, self.model_config, self.rollout_mode.value)
+        server = make(
+            EngineServer, options, self.config, self.model_config, self.rollout_mode.value, self.is_teacher_model
+        )
         try:
             address = await call(server, "start")
         except RayTaskError as error:
@@ -66,12 +68,6 @@ class DrivetrainReplica(RolloutReplica):
                 "reward.reward_model.rollout.name='drivetrain': verl asks reward models by HTTP, which this rollout "
                 "does not serve; name another rollout",
                 field="reward.reward_model.rollout.name",
-            )
-        if self.is_teacher_model:
-            raise InvalidConfig(
-                "distillation: the drivetrain rollout returns no logprobs of prompts, which verl asks teachers for; "
-                "name another rollout",
-                field="distillation",
             )
 
     async def _place(self) -> tuple[str, list[str]]:

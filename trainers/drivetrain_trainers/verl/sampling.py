@@ -35,6 +35,8 @@ _SAME_NAME: Final = frozenset(
 _OTHER_NAME: Final[Mapping[str, str]] = {"min_tokens": "min_new_tokens"}
 _BUDGETS: Final = ("max_tokens", "max_new_tokens")
 _HANDLED: Final = frozenset({"top_k", "logprobs", "n", *_BUDGETS})
+_WITHOUT_EFFECT: Final = frozenset({"detokenize"})
+"""Parameters that change nothing: verl takes ids, and no text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,11 @@ def sampling_params(
     Raises:
         InvalidRequest: A parameter is unknown, or its value is out of range.
     """
-    asked = {_OTHER_NAME.get(name, name): value for name, value in given.items() if value is not None}
+    asked = {
+        _OTHER_NAME.get(name, name): value
+        for name, value in given.items()
+        if value is not None and name not in _WITHOUT_EFFECT
+    }
     if unknown := sorted(asked.keys() - _SAME_NAME - _HANDLED):
         raise InvalidRequest(
             f"sampling_params.{unknown[0]}={shown(asked[unknown[0]])}: the drivetrain rollout has no such parameter; "

@@ -23,6 +23,7 @@ from drivetrain.types.prompts import ImageInput, TokenPrompt
 from drivetrain.types.sampling import SamplingParams
 from drivetrain_trainers.verl.gate import Gate
 from drivetrain_trainers.verl.outputs import aborted, token_output
+from drivetrain_trainers.verl.prompt_scores import PROMPT_LOGPROBS, score_fields, scored, top_k_of
 from drivetrain_trainers.verl.sampling import Lengths, sampling_params
 from drivetrain_trainers.verl.settings import engine_config
 
@@ -37,14 +38,17 @@ class EngineServer:
         rollout: ``actor_rollout_ref.rollout``.
         model: ``actor_rollout_ref.model``.
         mode: Value of verl's ``RolloutMode``.
+        is_teacher: True for a distillation's teacher, which never sleeps, and whose weights stay as they are.
     """
 
-    def __init__(self, rollout: object, model: object, mode: str) -> None:
+    def __init__(self, rollout: object, model: object, mode: str, is_teacher: bool = False) -> None:
         self._rollout: RolloutConfig = omega_conf_to_dataclass(rollout)
         self._model: HFModelConfig = omega_conf_to_dataclass(model, dataclass_type=HFModelConfig)
-        self._sleeps = bool(self._rollout.free_cache_engine) and mode != "standalone"
-        self._frees_cache = bool(self._rollout.free_cache_engine) and mode != "colocated"
+        sleeps = bool(self._rollout.free_cache_engine) and not is_teacher
+        self._sleeps = sleeps and mode != "standalone"
+        self._frees_cache = sleeps and mode != "colocated"
         self._mode = mode
+        self._is_teacher = is_teacher
 
     async def start(self) -> str:
         """Start the engine; return its address.
@@ -53,7 +57,8 @@ class EngineServer:
             InvalidConfig: The configuration asks for what no engine, or not this one, can do.
             EngineStartError: The engine did not start.
         """
-        engine = create_engine(engine_config(self._rollout, self._model, mode=self._mode))
+        config = engine_config(self._rollout, self._model, mode=self._mode, is_teacher=self._is_teacher)
+        engine = create_engine(config)
         needed = {Capability.SLEEP_KV_CACHE} if self._frees_cache else set()
         needed |= {Capability.SLEEP_KV_CACHE, Capability.SLEEP_WEIGHTS} if self._sleeps else set()
         if not engine.capabilities >= needed:
@@ -93,7 +98,7 @@ class EngineServer:
         audio_data: Sequence[object] | None = None,
         mm_processor_kwargs: Mapping[str, object] | None = None,
     ) -> TokenOutput:
-        """Sample one response.
+        """Sample one response, and score the prompt if ``sampling_params`` have ``prompt_logprobs``.
 
         Requests that arrive between ``abort_all_requests`` and ``resume_generation`` wait, for at most
         ``timeouts.generate`` seconds, or come back aborted if that call said so.
@@ -104,13 +109,21 @@ class EngineServer:
         """
         _refuse_media(video_data, audio_data, mm_processor_kwargs)
         ids = tuple(int(token) for token in prompt_ids)
-        params = self._params(sampling_params, request_id, len(ids))
+        given = dict(sampling_params)
+        top_k = top_k_of(given.pop(PROMPT_LOGPROBS, None))
+        params = self._params(given, request_id, len(ids))
         prompt = TokenPrompt(token_ids=ids, media=tuple(map(ImageInput.from_pil, image_data or ())))
         async with deadline(self._engine.config.timeouts.generate, "a response"), self._gate.admitted() as admitted:
             if not admitted:
                 return aborted(self._engine.get_weight_version())
-            output = await self._engine.generate([prompt], params)
-        return token_output(output.completions[0], self._engine.get_weight_version())
+            if top_k is not None:
+                completion = await scored(self._engine, prompt, params, top_k)
+            else:
+                completion = (await self._engine.generate([prompt], params)).completions[0]
+        output = token_output(completion, self._engine.get_weight_version())
+        if top_k is not None:
+            output.extra_fields |= score_fields(completion, top_k)
+        return output
 
     def _params(self, given: Mapping[str, object], request_id: str, prompt_tokens: int) -> SamplingParams:
         rollout = self._rollout

@@ -12,10 +12,12 @@ from drivetrain.checks.safe_repr import shown
 from drivetrain.errors import InvalidConfig
 from drivetrain.types.config import EngineConfig
 from drivetrain.types.sampling import LogprobsMode
-from drivetrain_trainers.verl.names import OPTIONS, ROLLOUT
+from drivetrain_trainers.verl.names import OPTIONS, ROLLOUT, TEACHER
 
 if TYPE_CHECKING:
     from verl.workers.config import HFModelConfig, RolloutConfig
+
+_POLICY: Final = "actor_rollout_ref.rollout"
 
 _FIELDS: Final[Mapping[str, str]] = {
     "tensor_model_parallel_size": "tensor_parallel_size",
@@ -59,7 +61,12 @@ _SWITCHES: Final = (("mtp", "enable_rollout"), ("qat", "enable"), ("prometheus",
 
 
 def engine_config(
-    rollout: RolloutConfig, model: HFModelConfig, *, mode: str = "hybrid", device: str | None = None
+    rollout: RolloutConfig,
+    model: HFModelConfig,
+    *,
+    mode: str = "hybrid",
+    device: str | None = None,
+    is_teacher: bool = False,
 ) -> EngineConfig:
     """Return the configuration of a replica's engine.
 
@@ -69,10 +76,19 @@ def engine_config(
         mode: Value of verl's ``RolloutMode``. Only colocated engines wake up without a weight update, so only their
             weights are kept during sleep.
         device: Device of the engine; None: the backend's choice.
+        is_teacher: True if ``rollout`` is a teacher's ``inference``. verl never lets a teacher sleep, and its default
+            of ``enforce_eager`` is true there: both fields are left out.
 
     Raises:
         InvalidConfig: A field is set to a value that no engine of drivetrain honours, or no backend is named.
     """
+    if is_teacher:
+        rollout = dataclasses.replace(rollout, free_cache_engine=False, enforce_eager=False)
+        try:
+            return engine_config(rollout, model, mode=mode, device=device)
+        except InvalidConfig as error:
+            message, field = (text.replace(_POLICY, TEACHER) for text in (str(error), error.field))
+            raise InvalidConfig(message, field=field) from error
     _refuse(rollout, model)
     own = _own_fields(rollout)
     fields: dict[str, object] = {

@@ -82,13 +82,17 @@ class Conveniences(DescriptionCalls, GenerationCalls, ControlCalls, WeightCalls,
         temperature: float | None = None,
         last_n: int | Sequence[int] | None = None,
         top_k: int = 0,
+        sampling_params: ParamsLike | None = None,
+        request_ids: Sequence[str] | None = None,
         lora: str | None = None,
+        priority: int = 0,
         timeout: float | None = None,
     ) -> GenerationOutput:
-        """Score given token ids without sampling any.
+        """Score given token ids. No token is sampled, unless ``sampling_params`` are given.
 
-        With ``at``, ``temperature`` or ``last_n``, each completion holds :class:`TokenScores` of its sequence in
-        ``scores``: float32 and int32 arrays. Otherwise it holds ``prompt_logprobs``: raw logprobs, in lists.
+        With ``at``, ``temperature``, ``last_n`` or ``sampling_params``, each completion holds :class:`TokenScores` of
+        its sequence in ``scores``: float32 and int32 arrays. Otherwise it holds ``prompt_logprobs``: raw logprobs, in
+        lists.
 
         Row ``i`` of ``at`` and of the scores belongs to the ``i``-th of the sequence's last tokens, and to the
         distribution over the tokens that could stand in its place. The sequence's first token has none: its row holds
@@ -101,7 +105,11 @@ class Conveniences(DescriptionCalls, GenerationCalls, ControlCalls, WeightCalls,
             temperature: Divides the logits; from 1e-6. None: 1, the model's own distribution.
             last_n: Score only the last tokens: their number, or one number for each sequence. None: all tokens.
             top_k: Number of most likely tokens to return at each position.
+            sampling_params: Also generate after each sequence, which is computed once for both. The first of ``n``
+                completions holds the scores. ``prompt_logprobs`` are refused.
+            request_ids: One id per sequence, by which it can be aborted; made up if not given.
             lora: Name of a loaded LoRA adapter.
+            priority: Higher is sooner.
             timeout: Seconds until DeadlineExceeded; ``timeouts.generate`` if not given.
 
         Raises:
@@ -111,12 +119,21 @@ class Conveniences(DescriptionCalls, GenerationCalls, ControlCalls, WeightCalls,
         require = self.parts.controller.require_claimed
         require("compute_logprobs()", Capability.SCORE_TOKENS)
         call = ScoringCall(at, temperature, last_n, top_k)
-        if call.is_empty:
-            params: ParamsLike = {"max_new_tokens": 0, "prompt_logprobs": top_k}
-            return await self.generate(sequences, params, lora=lora, timeout=timeout)
-        require("compute_logprobs() with at, temperature or last_n", Capability.SCORE_AT)
-        generation = self.parts.generation
-        return await generation.generate(sequences, {"max_new_tokens": 0}, lora=lora, timeout=timeout, scored=call)
+        by_lists = sampling_params is None and call.is_empty
+        params: ParamsLike = {"max_new_tokens": 0} if sampling_params is None else sampling_params
+        if by_lists:
+            params = {"max_new_tokens": 0, "prompt_logprobs": top_k}
+        else:
+            require("compute_logprobs() with at, temperature, last_n or sampling_params", Capability.SCORE_AT)
+        return await self.parts.generation.generate(
+            sequences,
+            params,
+            request_ids=request_ids,
+            lora=lora,
+            priority=priority,
+            timeout=timeout,
+            scored=None if by_lists else call,
+        )
 
     # Sleep -------------------------------------------------------------------------------------------------------
 
