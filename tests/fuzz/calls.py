@@ -169,7 +169,14 @@ def calls(engine: InferenceEngine, draw: Draw, sessions: list[str]) -> dict[str,
         "compute_logprobs": lambda: engine.compute_logprobs(
             of([[1, 2, 3]]),
             **some(
-                top_k=of(2), at=of([[[1, 2]] * 3], [[[3]]]), temperature=of(0.5), last_n=of(1, [3]), lora=of("missing")
+                top_k=of(2),
+                at=of([[[1, 2]] * 3], [[[3]]]),
+                temperature=of(0.5),
+                last_n=of(1, [3]),
+                sampling_params=draw.params(),
+                request_ids=of(["r"]),
+                priority=of(1),
+                lora=of("missing"),
             ),
             **timed(),
         ),
