@@ -21,6 +21,8 @@ from drivetrain_conformance.mutants.registry import SpoilRank, spoiled_rank
 _PATH: Final = "PYTHONPATH"
 _SPOILED: Final = 1
 """The rank that is spoiled, of two."""
+_LAST_OF_UPDATES: Final = ("commit_weights", "apply_weights", "apply_weights_counting")
+"""The calls with one of which each engine ends an update."""
 _CALLS: Final = "drivetrain.process.worker_calls"
 """The module through which each rank is called."""
 _SITE: Final = f"""
@@ -86,7 +88,7 @@ class _Rank:
     needs=Capability.TENSOR_PARALLEL,
 )
 def has_a_shard_of_zeros(worker: Any, name: str, proceed: Proceed) -> Any:
-    """One rank's share of the model's last matrix is zeros."""
+    """One of the last parameters of the model is zeros on one rank."""
     if name == "gpus":
         list(worker.model.parameters())[-2].data.zero_()
     return proceed()
@@ -103,7 +105,7 @@ def updates_one_rank_alone(worker: Any, name: str, proceed: Proceed) -> Any:
     if name == "prepare_weights":
         worker.of_before = [parameter.detach().clone() for parameter in parameters]
     result = proceed()
-    if name == "commit_weights":
+    if name in _LAST_OF_UPDATES:
         for parameter, before in zip(parameters, worker.of_before, strict=True):
             parameter.data.copy_(before)
     return result
@@ -117,3 +119,18 @@ def updates_one_rank_alone(worker: Any, name: str, proceed: Proceed) -> Any:
 def takes_a_push_on_one_rank_alone(worker: Any, name: str, proceed: Proceed) -> Any:
     """One rank verifies a push, and goes on with its old weights."""
     return updates_one_rank_alone(worker, name, proceed)
+
+
+@spoiled_rank(
+    caught_by="parallel/an_adapter_reaches_every_rank",
+    says="nats below",
+    needs=Capability.TENSOR_PARALLEL,
+)
+def serves_an_adapter_on_one_rank_alone(worker: Any, name: str, proceed: Proceed) -> Any:
+    """One rank's part of an adapter that comes as tensors is zeros."""
+    result = proceed()
+    if name == "stage_adapter":
+        for adapter in worker.adapters.values():
+            for tensor in adapter.tensors.values():
+                tensor.zero_()
+    return result
