@@ -178,6 +178,17 @@ def test_an_abort_before_any_token_is_empty() -> None:
     assert (result.token_ids, result.logprobs, result.weight_versions) == ([], [], [])
 
 
+def test_an_abort_while_a_grammar_is_compiled_has_nothing_of_the_prompt_that_sglang_makes_up() -> None:
+    ending = {"type": "abort", "message": translate.ABORTED_WORDS}
+    assert translate.was_aborted_unread({"output_ids": [7], "meta_info": {"finish_reason": ending}})
+    assert not translate.was_aborted_unread({"output_ids": [7], "meta_info": {"finish_reason": {"type": "abort"}}})
+    sample = translate.Collected(request(SamplingParams()))
+    sample.add(translate.ABORTED_UNREAD)
+    assert sample.ended
+    result = sample.result("1")
+    assert (result.token_ids, result.finish_reason) == ([], FinishReason.ABORT)
+
+
 def test_an_unknown_ending_is_no_ending() -> None:
     collected = translate.Collected(request())
     collected.add({"output_ids": [], "meta_info": {"finish_reason": {"type": "surprise"}}})

@@ -49,6 +49,8 @@ from drivetrain_sglang.errors import as_engine_error
 from drivetrain_sglang.in_engine import invite
 from drivetrain_sglang.multimodal_inputs import audio_data, image_data, keep_token_ids
 from drivetrain_sglang.translate import (
+    ABORTED_UNREAD,
+    ABORTED_WORDS,
     ADAPTED_WITH,
     CONFIG_NAMES,
     LORA_RANK,
@@ -64,6 +66,7 @@ from drivetrain_sglang.translate import (
     labels_tokens,
     request_fields,
     sampling_params,
+    was_aborted_unread,
 )
 from drivetrain_weight_sync.receiver.plain_adapters import PlainAdapters
 from drivetrain_weight_sync.receiver.served_model import ServedModel, name_of_dtype
@@ -249,12 +252,14 @@ class SGLangBackend(WorkerBackend[Collected]):
                             failure = RowFailure.of(output)
                             if failure is not None and failure.is_cached:
                                 self.renew_cache_key()
-                            yield output
+                            yield ABORTED_UNREAD if was_aborted_unread(output) else output
                     except (asyncio.CancelledError, GeneratorExit):
                         await self.send_abort([rid])
                         raise
         except Exception as error:
-            raise as_engine_error(error) from error
+            if str(error) != ABORTED_WORDS:
+                raise as_engine_error(error) from error
+            yield ABORTED_UNREAD
 
     def cache_key_of(self, request: GenerateRequest) -> str:
         """Return the key of a request's prefixes: one of its own if their experts may be lost."""

@@ -390,6 +390,18 @@ class RowFailure:
         return non_finite_logits(request, self.token if request.max_new_tokens else None)
 
 
+ABORTED_WORDS: Final = "Aborted by AbortReq."
+"""SGLang's error for a request that is aborted while its grammar is compiled. A stream of it has a token instead, after
+a prompt that SGLang made up."""
+ABORTED_UNREAD: Final[Mapping[str, Any]] = {"output_ids": [], "meta_info": {"finish_reason": {"type": "abort"}}}
+"""Output of a request that was aborted before it was read."""
+
+
+def was_aborted_unread(output: Mapping[str, Any]) -> bool:
+    """Return whether a request was aborted before it was read, so that ``output`` is not of its prompt."""
+    return (output["meta_info"].get("finish_reason") or {}).get("message") == ABORTED_WORDS
+
+
 _ROW_FAILED: Final = "drivetrain: a row failed:"
 _PER_TOKEN: Final = ("output_token_logprobs", "output_top_logprobs")
 """Entries of ``meta_info`` with one item per output token."""

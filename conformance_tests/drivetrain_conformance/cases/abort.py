@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any, Final
 
 from drivetrain.errors import InvalidRequest
 from drivetrain.types.capability import Capability
 from drivetrain.types.outputs import CompletionChunk, FinishReason, VersionSpan
-from drivetrain.types.sampling import LogprobsMode, SamplingParams
+from drivetrain.types.sampling import JsonSchema, LogprobsMode, SamplingParams
 from drivetrain_conformance.assertions.refusals import refused
 from drivetrain_conformance.assertions.same_answers import check_prefix, check_same
 from drivetrain_conformance.harness.case import case
@@ -19,6 +20,8 @@ BOUND: Final = 60.0
 NOBODY: Final = "an id that no request has"
 TOKENS: Final = 250
 """Length of a request that is in flight for a while and whose end the case awaits."""
+_WORDS: Final = 1000
+"""Values of a schema that takes some tenths of a second to compile."""
 
 
 @case(Capability.ABORT)
@@ -235,7 +238,7 @@ async def a_stream_ends_with_its_completion(bench: Bench) -> None:
 
 @case(Capability.ABORT)
 async def an_abort_right_after_submission_is_not_lost(bench: Bench) -> None:
-    """A request that is aborted right after its submission comes back aborted."""
+    """A request that is aborted right after its submission comes back aborted, also while its grammar is compiled."""
     engine = bench.engine
     await engine.abort(NOBODY)
     prompt = bench.prompt()
@@ -255,6 +258,31 @@ async def an_abort_right_after_submission_is_not_lost(bench: Bench) -> None:
                 f"aborted {turns} turns of the event loop after it was submitted, it made {len(completion.token_ids)} "
                 f"tokens and ended by {completion.finish_reason.value}"
             )
+    if bench.claims(Capability.STRUCTURED_JSON):
+        await _check_an_abort_while_a_grammar_is_compiled(bench)
+
+
+async def _check_an_abort_while_a_grammar_is_compiled(bench: Bench) -> None:
+    """Abort a request once the backend has it, whose grammar takes a while to compile and has long answers only."""
+    engine = bench.engine
+    # Engines keep grammars, so that each attempt needs another.
+    words = [f"{bench.rng.random()}-{bench.attempt}-{word}" for word in range(_WORDS)]
+    schema = json.dumps({"type": "array", "items": {"enum": words}, "minItems": 100})
+    params = bench.long(structured_output=JsonSchema(json_schema=schema), ignore_eos=False)
+    task = asyncio.create_task(engine.generate(bench.prompt(), params, request_ids=["compiled"]))
+    try:
+        async with asyncio.timeout(BOUND):
+            while not task.done() and not engine.parts.in_flight.running:  # noqa: ASYNC110 - it has no event
+                await asyncio.sleep(0)
+            await engine.abort("compiled")
+            (completion,) = (await task).completions
+    finally:
+        await end_requests(engine, task)
+    with in_time(completion):
+        assert completion.finish_reason is FinishReason.ABORT, (
+            f"aborted while its grammar was compiled, it made {len(completion.token_ids)} tokens and ended by "
+            f"{completion.finish_reason.value}"
+        )
 
 
 @case(Capability.ABORT, Capability.LOGPROBS_RAW)

@@ -20,7 +20,7 @@ from drivetrain.errors import DeadlineExceeded, EngineStartError, InvalidConfig,
 from drivetrain.testing import tiny_model
 from drivetrain.text.tokenizer import Tokenizer
 from drivetrain.types.capability import Capability
-from drivetrain.types.modes import PauseMode
+from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain.types.outputs import Completion, FinishReason, GenerationOutput, VersionSpan, group_outputs_by_prompt
 from drivetrain.types.prompts import ChatPrompt, Message, PromptLike, TextPrompt, TokenPrompt
 from drivetrain.types.sampling import LogprobsMode, SamplingParams
@@ -30,6 +30,8 @@ from drivetrain_conformance.assertions.refusals import refused
 from drivetrain_conformance.assertions.same_answers import check_same
 from drivetrain_conformance.harness.case import case
 from drivetrain_conformance.harness.testbench import Bench, TooLate, end_requests, in_time, until_running
+from drivetrain_conformance.model.field_batches import field_batch
+from drivetrain_conformance.model.mixed_fields import Repeats, check_honoured
 
 _FORCE = 100.0
 """A bias that no difference of logits outweighs."""
@@ -163,7 +165,10 @@ async def samples_are_grouped_by_prompt(bench: Bench) -> None:
 
 @case()
 async def each_prompt_can_have_params_of_its_own(bench: Bench) -> None:
-    """With a list of sampling params each prompt is generated with its own params, and samples group by prompt."""
+    """With a list of sampling params each prompt is generated with its own params, and samples group by prompt.
+
+    So it remains while other requests of the batch end, whatever fields they set.
+    """
     prompts, counts = bench.prompts(4), (3, 1, 2, 1)
     params: list[SamplingParams | Mapping[str, object]] = [
         SamplingParams(n=n, temperature=0, max_new_tokens=6 - n) for n in counts
@@ -179,6 +184,7 @@ async def each_prompt_can_have_params_of_its_own(bench: Bench) -> None:
         (alone,) = await bench.greedy([prompt], most)
         for completion in group:
             check_same(bench, [completion], [alone])
+    await check_honoured(bench, field_batch(bench), Repeats(), streamed=False)
 
 
 @case()
@@ -460,9 +466,14 @@ async def a_timeout_is_a_typed_error_and_the_engine_serves_on(bench: Bench) -> N
 async def higher_priority_starts_sooner(bench: Bench) -> None:
     """Waiting requests start and end in the order of their priority, highest first.
 
-    A retraction meanwhile ends none of them.
+    A retraction meanwhile ends none of them, and an update and a sleep before leave ``max_num_seqs`` in force.
     """
     engine = bench.engine
+    if bench.claims(Capability.WEIGHTS_DISK):
+        await engine.load_weights_from_disk(str(bench.model), engine.get_weight_version())
+    if bench.claims(Capability.SLEEP_KV_CACHE):
+        await engine.sleep({MemoryTag.KV_CACHE})
+        await engine.wake_up({MemoryTag.KV_CACHE})
     ended, streamed = list[int](), list[int]()  # compared one by one: a stream's end is noticed a few turns later
     lengths: dict[int, int] = {}
     priorities = (-2, 0, 1, 6, -1, 3)  # in no order that a queue without some of them would keep
@@ -489,10 +500,14 @@ async def higher_priority_starts_sooner(bench: Bench) -> None:
     try:
         asking = [asyncio.create_task(ask(priority)) for priority in priorities]
         async with asyncio.timeout(60):
-            while (await engine.stats()).waiting < len(priorities):
+            while (stats := await engine.stats()).waiting < len(priorities):
+                assert stats.running <= 1, f"{stats.running} requests ran at once, where max_num_seqs is 1"
                 if blocker.done():
                     raise TooLate("the request that runs ended before the others had come")
                 await asyncio.sleep(0.002)
+            for _ in range(3):  # the first look may precede the step that admits them
+                stats = await engine.stats()
+                assert stats.running <= 1, f"{stats.running} requests ran at once, where max_num_seqs is 1"
         with in_time(blocker):
             assert not ended + streamed, "more requests ran at once than max_num_seqs=1 allows"
         if bench.claims(Capability.PAUSE_RETRACT):

@@ -48,9 +48,9 @@ from drivetrain_conformance.assertions.memory_use import held_by_this_process, p
 from drivetrain_conformance.assertions.precision import check_dtype
 from drivetrain_conformance.assertions.refusals import raises, refused
 from drivetrain_conformance.assertions.same_answers import check_greedy, check_same
+from drivetrain_conformance.assertions.saved_models import check_saved
 from drivetrain_conformance.assets.made_adapters import make_adapter
 from drivetrain_conformance.assets.served_models import ModelKind, copy_model
-from drivetrain_conformance.assets.weight_sources import raw_bytes, tensors_of
 from drivetrain_conformance.harness.case import case
 from drivetrain_conformance.harness.testbench import Bench, NoOracle, end_requests, in_time, ordinary_ids
 from drivetrain_conformance.references.oracle import log_softmax
@@ -675,11 +675,11 @@ async def what_is_saved_is_what_is_served(bench: Bench) -> None:
     async with check_it_runs():
         for path in (first, bench.folder("saved")):  # twice, so that short stalls add up
             await engine.save_sharded_model(str(path))
-    await _check_saved(engine, first, bench.model)
+    await check_saved(engine, first, bench.model)
     await engine.load_weights_from_disk(str(bench.other_weights()), "others")
     others = await bench.greedy(prompts)
     await engine.save_sharded_model(str(folder))
-    await _check_saved(engine, folder, bench.other_weights())
+    await check_saved(engine, folder, bench.other_weights())
     assert [c.token_ids for c in await bench.greedy(prompts)] == [c.token_ids for c in others]
     await engine.load_weights_from_disk(str(bench.model), own)
     check_same(bench, await bench.greedy(prompts), before)
@@ -725,7 +725,7 @@ async def a_relative_folder_is_the_trainers(bench: Bench) -> None:
     with contextlib.chdir(around):
         await bench.engine.save_sharded_model("saved")
     assert [path.name for path in around.iterdir()] == ["saved"]
-    await _check_saved(bench.engine, around / "saved", bench.model)
+    await check_saved(bench.engine, around / "saved", bench.model)
 
 
 @case(Capability.SAVE_REMOTE)
@@ -759,7 +759,7 @@ async def weights_that_are_lost_are_not_saved(bench: Bench) -> None:
     assert not list(folder.iterdir())
     await engine.load_weights_from_disk(str(bench.model), own)
     await engine.save_sharded_model(str(folder))
-    await _check_saved(engine, folder, bench.model)
+    await check_saved(engine, folder, bench.model)
 
 
 @case(Capability.SAVE_SHARDED, Capability.STREAMING, model=ModelKind.LARGE)
@@ -841,7 +841,7 @@ async def an_update_waits_for_a_save(bench: Bench) -> None:
     waited = ended == ["save"] * len(folders) + ["update"] and not any(results)
     assert waited, f"the update did not wait for the saves: {ended}; {results}"
     for folder in folders:
-        await _check_saved(engine, folder, bench.model)
+        await check_saved(engine, folder, bench.model)
     await engine.load_weights_from_disk(str(bench.model), own)
 
 
@@ -949,28 +949,7 @@ async def _saved_and_loaded_again(
         await engine.load_weights_from_disk(str(others), "others")
         before = await bench.greedy(prompts, engine=engine)
         await save(engine, folder)
-        await _check_saved(engine, folder, others)
+        await check_saved(engine, folder, others)
         check_same(bench, await bench.greedy(prompts, engine=engine), before, engine, others)
     async with bench.open(model=folder) as engine:
         check_same(bench, await bench.greedy(prompts, engine=engine), before, engine, others)
-
-
-async def _check_saved(engine: InferenceEngine, folder: Path, model: Path) -> None:
-    """Raise unless ``folder`` is a whole model: with each tensor that the engine names, once, as in ``model``."""
-    lacking = _beside_the_weights(model) - _beside_the_weights(folder)
-    assert not lacking, f"{', '.join(sorted(lacking))} of the model's folder was not saved"
-    manifest, saved, expected = await engine.weight_manifest(), tensors_of(folder), tensors_of(model)
-    stored = [manifest.aliases.get(name, name) for name in saved]
-    assert sorted(stored) == sorted(spec.name for spec in manifest.tensors)
-    dtypes = {spec.name: spec.dtype for spec in manifest.tensors}
-    for name, tensor in saved.items():
-        assert str(tensor.dtype) == f"torch.{dtypes[manifest.aliases.get(name, name)]}", f"{name} is {tensor.dtype}"
-        own = expected[name].to(tensor.dtype)
-        assert raw_bytes(tensor) == raw_bytes(own), f"what was saved as {name} is not what was served"
-    assert json.loads((folder / "config.json").read_text())["dtype"] == engine.model_info.dtype
-
-
-def _beside_the_weights(folder: Path) -> set[str]:
-    """Return the names of the files that configure a model and its tokenizer."""
-    kinds = (".json", ".jinja", ".txt", ".model")
-    return {file.name for file in folder.iterdir() if file.suffix in kinds and not file.name.endswith(".index.json")}

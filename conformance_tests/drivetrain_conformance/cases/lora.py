@@ -35,6 +35,7 @@ from drivetrain_conformance.assertions.event_loop_stalls import check_it_runs
 from drivetrain_conformance.assertions.memory_use import check_steady, descriptors_of, held_by, threads_of
 from drivetrain_conformance.assertions.refusals import refused
 from drivetrain_conformance.assertions.same_answers import check_greedy, check_same
+from drivetrain_conformance.assertions.saved_models import check_saved
 from drivetrain_conformance.assets.made_adapters import (
     Adapter,
     change_adapter,
@@ -48,6 +49,8 @@ from drivetrain_conformance.assets.served_models import ModelKind, Models
 from drivetrain_conformance.assets.weight_sources import is_waited_for, with_another_digest
 from drivetrain_conformance.harness.case import case
 from drivetrain_conformance.harness.testbench import Bench, in_time
+from drivetrain_conformance.model.field_batches import field_batch
+from drivetrain_conformance.model.mixed_fields import Repeats, check_honoured
 from drivetrain_conformance.references.oracle import HiddenStatesOracle, log_softmax
 from drivetrain_conformance.references.reference_sampling import steps
 from drivetrain_weight_sync import AdapterTensors, LoraSync, Strategy
@@ -244,7 +247,10 @@ def _diverge(_: dict[str, object], tensors: dict[str, torch.Tensor]) -> None:
 
 @case(Capability.LORA, config=_CONFIG)
 async def an_adapter_holds_in_streams_pauses_and_sleeps(bench: Bench) -> None:
-    """An adapter applies to streams and prompt logprobs, and stays in effect through freezes and sleep."""
+    """An adapter applies to streams and prompt logprobs, and stays in effect through freezes and sleep.
+
+    Every other field of a request holds with it.
+    """
     engine, made = bench.engine, _make(bench, seed=1)
     prompts = bench.prompts(2)
     async with _loaded(bench, a=made):
@@ -254,6 +260,8 @@ async def an_adapter_holds_in_streams_pauses_and_sleeps(bench: Bench) -> None:
         if bench.claims(Capability.PROMPT_LOGPROBS):
             await _check_prompt_logprobs(bench, bench.prompt(24), made)
         await _check_fields(bench, made)
+        batch, streamed = field_batch(bench), bench.claims(Capability.STREAMING)
+        await check_honoured(bench, batch, Repeats(), streamed=streamed, lora="a", model=made.merged)
         for needed, mode in _FREEZING.items():
             if not bench.claims(needed):
                 continue
@@ -661,13 +669,20 @@ async def what_is_no_adapter_is_refused(bench: Bench) -> None:
 
 @case(Capability.LORA, Capability.IGNORE_EOS, config=_CONFIG)
 async def an_adapter_in_use_is_not_unloaded(bench: Bench) -> None:
-    """Unloading an adapter that requests in flight use is refused; they, and later requests, keep using it."""
-    made = _make(bench, seed=1)
+    """Unloading an adapter that requests in flight use is refused; they, and later requests, keep using it.
+
+    That another adapter comes and goes meanwhile changes none of their tokens.
+    """
+    made, other = _make(bench, seed=1), _make(bench, seed=2)
     async with _loaded(bench, a=made):
         async with bench.in_flight(bench.prompts(2), bench.long(ignore_eos=True), lora="a") as flying:
             with in_time(flying), refused(EngineBusy, naming="2 requests"):
                 await bench.engine.unload_lora_adapter("a")
             _assert_made_by(bench, await _answers(bench, bench.prompts(1), "a"), made)
+            async with _loaded(bench, b=other):
+                _assert_made_by(bench, await _answers(bench, bench.prompts(1), "a"), made)
+            _assert_made_by(bench, await _answers(bench, bench.prompts(1), "a"), made)
+        _assert_made_by(bench, (await flying).completions, made)
     with refused(InvalidRequest, field="lora"):
         await _answers(bench, bench.prompts(1), "a")
 
@@ -946,7 +961,7 @@ async def _check_requests_in_flight(bench: Bench, made: _Made, newer: _Made) -> 
 async def the_base_is_updated_beneath_an_adapter(bench: Bench) -> None:
     """After an update of the base, requests with an adapter are answered by the new base and the adapter together.
 
-    Requests that are frozen for the update continue with their adapter.
+    Requests that are frozen for the update continue with their adapter. A save stores the new base alone.
     """
     new_base, prompts = bench.other_weights(), bench.prompts(2)
     made = _make(bench, seed=1)
@@ -962,6 +977,10 @@ async def the_base_is_updated_beneath_an_adapter(bench: Bench) -> None:
         await bench.engine.load_weights_from_disk(str(new_base), "new-base")
         after = await _answers(bench, prompts, "a")
         plain = await _answers(bench, prompts, None)
+        if bench.claims(Capability.SAVE_SHARDED):
+            saved = bench.folder("saved")
+            await bench.engine.save_sharded_model(saved)
+            await check_saved(bench.engine, saved, new_base)
     _assert_made_by(bench, before, made)
     _assert_made_by(bench, after, together)
     for completion in plain:

@@ -154,7 +154,10 @@ async def sleeping_weights_take_no_update(bench: Bench) -> None:
 
 @case(Capability.SLEEP_KV_CACHE, Capability.WEIGHTS_DISK)
 async def weights_can_change_while_the_cache_sleeps(bench: Bench) -> None:
-    """An update is accepted while only the KV cache sleeps; once awake, the engine serves the new weights."""
+    """An update is accepted while only the KV cache sleeps; once awake, the engine serves the new weights.
+
+    They keep their version when the cache sleeps again.
+    """
     engine = bench.engine
     await _can_sleep(bench, KV_CACHE, update=True)
     own, prompts = engine.get_weight_version(), bench.prompts(2)
@@ -169,6 +172,9 @@ async def weights_can_change_while_the_cache_sleeps(bench: Bench) -> None:
         _check_awake(engine)
         after = await bench.greedy(prompts)
         _check_labels(bench, after, version)
+        await engine.sleep([KV_CACHE])
+        await engine.wake_up([KV_CACHE])
+        _check_labels(bench, await bench.greedy(prompts), version)
         if version == own:
             check_same(bench, after, before)
         else:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+import regex
 
 from drivetrain.types.capability import Capability
 from drivetrain.types.modes import PauseMode
@@ -18,11 +20,12 @@ from drivetrain.types.sampling import (
     LogprobsMode,
     RegexGrammar,
     SamplingParams,
+    StructuredOutput,
     TemperatureSchedule,
 )
 from drivetrain_conformance.harness.testbench import Bench, NoOracle
 from drivetrain_conformance.model.replay import Live, proceed, settle
-from drivetrain_conformance.model.strategies import EBNF_AS_REGEX, Batch
+from drivetrain_conformance.model.strategies import EBNF_AS_REGEX, SCHEMA_AS_REGEX, Batch
 from drivetrain_conformance.references.oracle import Logits, log_softmax, possible_ranks
 from drivetrain_conformance.references.reference_masks import check_mask
 from drivetrain_conformance.references.reference_sampling import Step, steps
@@ -38,7 +41,14 @@ class Repeats:
 
 
 async def check_honoured(
-    bench: Bench, batch: Batch, repeats: Repeats, *, streamed: bool, pause: PauseMode | None = None
+    bench: Bench,
+    batch: Batch,
+    repeats: Repeats,
+    *,
+    streamed: bool,
+    pause: PauseMode | None = None,
+    lora: str | None = None,
+    model: Path | None = None,
 ) -> None:
     """Make a call and check everything that comes back; repeat the requests whose outcome is fixed.
 
@@ -48,10 +58,12 @@ async def check_honoured(
         repeats: Counts the repeated requests.
         streamed: Make the call as a stream.
         pause: Pause in this mode while the call runs, and continue. No field may lose its effect by that.
+        lora: The call's adapter.
+        model: Folder of the model that must have answered; None: the engine's own.
     """
     engine = bench.engine
     call = engine.generate_stream if streamed else engine.generate
-    live = Live(call(batch.prompts, batch.params))
+    live = Live(call(batch.prompts, batch.params, lora=lora))
     if pause is not None:
         await settle(engine, live)
         if streamed:
@@ -71,8 +83,8 @@ async def check_honoured(
         _check_text(bench, params, completion)
         _check_logprobs(params, completion)
         _check_extras(bench, params, completion)
-        _check_against_oracle(bench, params, completion)
-    await _check_repeats(bench, batch, completions, repeats)
+        _check_against_oracle(bench, params, completion, model)
+    await _check_repeats(bench, batch, completions, repeats, lora)
 
 
 def _check_prompt(bench: Bench, prompt: Prompt, params: SamplingParams, completion: Completion) -> None:
@@ -169,14 +181,22 @@ def _check_text(bench: Bench, params: SamplingParams, completion: Completion) ->
     elif not isinstance(matched, str):
         expected = expected_ending(completion, params, bench.engine.tokenizer)
         assert Ending.of(completion) == expected, f"{text!r} went on past a stop; it must be {expected}"
-    if params.structured_output is not None and completion.finish_reason is FinishReason.STOP:
-        match params.structured_output:
-            case JsonSchema():
-                assert isinstance(json.loads(text)["ok"], bool)
-            case RegexGrammar(regex=pattern):
-                assert re.fullmatch(pattern, text), f"{text!r} does not match {pattern!r}"
-            case _:
-                assert re.fullmatch(EBNF_AS_REGEX, text), f"{text!r} is not of the grammar"
+    if params.structured_output is not None:
+        _check_grammar(params.structured_output, text, is_whole=completion.finish_reason is FinishReason.STOP)
+
+
+def _check_grammar(grammar: StructuredOutput, text: str, *, is_whole: bool) -> None:
+    """Check that a text matches the grammar, or begins a match if it was cut short."""
+    match grammar:
+        case JsonSchema():
+            pattern = SCHEMA_AS_REGEX
+        case RegexGrammar(regex=pattern):
+            pass
+        case _:
+            pattern = EBNF_AS_REGEX
+    assert regex.fullmatch(pattern, text, partial=not is_whole), (
+        f"{text!r} {'does not match' if is_whole else 'begins no match of'} {pattern!r}"
+    )
 
 
 def _check_logprobs(params: SamplingParams, completion: Completion) -> None:
@@ -228,11 +248,13 @@ def _check_extras(bench: Bench, params: SamplingParams, completion: Completion) 
     assert prompt is None or len(prompt) == len(completion.prompt_token_ids)
 
 
-def _check_against_oracle(bench: Bench, params: SamplingParams, completion: Completion) -> None:
+def _check_against_oracle(
+    bench: Bench, params: SamplingParams, completion: Completion, model: Path | None = None
+) -> None:
     """Check that each token could be drawn, and that each logprob is that of an independent forward pass."""
     try:
-        rows = bench.output_logits(completion)
-        prompt_rows = log_softmax(bench.oracle().logits(completion.prompt_token_ids))
+        rows = bench.output_logits(completion, model)
+        prompt_rows = log_softmax(bench.oracle(model).logits(completion.prompt_token_ids))
     except NoOracle:
         return
     tolerance = bench.tolerance()
@@ -301,18 +323,23 @@ def _check_likeliest(top: TopLogprobs, row: Logits, slack: float, of: str) -> No
         assert abs(value - row[token]) <= slack, f"alternative {token} of {of} has logprob {value:.5f}, not its own"
 
 
-async def _check_repeats(bench: Bench, batch: Batch, completions: Sequence[Completion], repeats: Repeats) -> None:
-    """Repeat greedy and seeded requests without stops; the result shows where stops must have ended the first ones."""
+async def _check_repeats(
+    bench: Bench, batch: Batch, completions: Sequence[Completion], repeats: Repeats, lora: str | None
+) -> None:
+    """Repeat greedy and seeded requests without stops; the result shows where stops must have ended the first ones.
+
+    They are repeated in the opposite order: no request's place in the batch may matter.
+    """
     fixed = [
         index
-        for index, params in enumerate(batch.params)
+        for index, params in reversed(list(enumerate(batch.params)))
         if (params.temperature == 0 or params.seed is not None) and params.max_new_tokens
     ]
     if not fixed:
         return
     free = [_without_stops(batch.params[index]) for index in fixed]
-    again = (await bench.engine.generate([batch.prompts[index] for index in fixed], free)).completions
-    before = [completion for completion in completions if completion.prompt_index in fixed]
+    again = (await bench.engine.generate([batch.prompts[index] for index in fixed], free, lora=lora)).completions
+    before = [completion for index in fixed for completion in completions if completion.prompt_index == index]
     for first, second in zip(before, again, strict=True):
         repeats.total += 1
         if second.token_ids[: len(first.token_ids)] == first.token_ids:

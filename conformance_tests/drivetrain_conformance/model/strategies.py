@@ -88,6 +88,8 @@ _SCHEMA: Final = json.dumps(
 _EBNF: Final = 'root ::= ("yes" | "no") digit\ndigit ::= [0-9]'
 EBNF_AS_REGEX: Final = "(yes|no)[0-9]"
 """The language of the grammar in drawn params."""
+SCHEMA_AS_REGEX: Final = r'\s*\{\s*"ok"\s*:\s*(true|false)\s*\}\s*'
+"""The language of the schema in drawn params."""
 _GRAMMARS: Final[tuple[tuple[Capability, StructuredOutput], ...]] = (
     (Capability.STRUCTURED_REGEX, RegexGrammar(regex=r"[ab]{1,3}[0-9]")),
     (Capability.STRUCTURED_EBNF, EbnfGrammar(ebnf=_EBNF)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import math
 import os
@@ -19,6 +20,7 @@ from drivetrain.engine.adapters import Adapters
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.errors import EngineStartError, InvalidRequest, NonFiniteLogits
 from drivetrain.types.config import EngineConfig
+from drivetrain.types.outputs import FinishReason
 from drivetrain.types.weights import (
     CommitUpdate,
     LoraTensors,
@@ -35,6 +37,7 @@ from drivetrain_conformance.mutants.spoil import (
     after,
     fifos_in,
     joined,
+    params_mutant,
     request_mutant,
     waits_in_open,
 )
@@ -67,6 +70,38 @@ class uses_an_adapter_for_all(CorrectBackend):
     async def unload_lora_adapter(self, lora_name: str) -> None:
         self.active = None
         await super().unload_lora_adapter(lora_name)
+
+
+@params_mutant("lora/an_adapter_holds_in_streams_pauses_and_sleeps", says="begins no match of")
+def drops_the_grammar_beside_an_adapter(request: GenerateRequest) -> Mapping[str, object]:
+    """A request with an adapter is not held to its grammar."""
+    return {"structured_output": None} if request.lora else {}
+
+
+@params_mutant("lora/an_adapter_holds_in_streams_pauses_and_sleeps", says="cannot be drawn by")
+def drops_top_k_beside_an_adapter(request: GenerateRequest) -> Mapping[str, object]:
+    """A request with an adapter draws from all tokens, whatever its top_k."""
+    return {"top_k": 0} if request.lora else {}
+
+
+@mutant("lora/an_adapter_in_use_is_not_unloaded", says="nats below the most likely one")
+class loses_adapters_in_flight_when_another_comes(KnowingRequests):
+    """Requests in flight continue without their adapter once another one is loaded."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._lost: set[str] = set()
+
+    async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool) -> None:
+        await super().load_lora_adapter(lora_name, lora_path, pinned)
+        self._lost |= self.flying
+        await self.abort(list(self.flying))
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        first = await super().generate(request)
+        if request.request_id not in self._lost or first.finish_reason is not FinishReason.ABORT:
+            return first
+        return joined(first, await super().generate(dataclasses.replace(after(request, first), lora=None)))
 
 
 class _HoldingAdapters(CorrectBackend):
@@ -705,3 +740,36 @@ class publishes_a_refused_push(InferenceEngine):
         except InvalidRequest:
             await self.update_weight_version(request.version)
             raise
+
+
+# Saving --------------------------------------------------------------------------------------------------------------
+
+
+@mutant("lora/the_base_is_updated_beneath_an_adapter", says="saved under other names than the model's")
+class saves_layers_under_the_adapters_names(CorrectBackend):
+    """A model that is saved while an adapter is loaded has the names that its layers have beneath the adapter."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._adapted = 0
+
+    async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool) -> None:
+        await super().load_lora_adapter(lora_name, lora_path, pinned)
+        self._adapted += 1
+
+    async def unload_lora_adapter(self, lora_name: str) -> None:
+        await super().unload_lora_adapter(lora_name)
+        self._adapted -= 1
+
+    async def save_sharded(self, path: str) -> None:
+        await super().save_sharded(path)
+        if self._adapted:
+            await asyncio.to_thread(_rename_layers, Path(path))
+
+
+def _rename_layers(folder: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    for file in folder.glob("*.safetensors"):
+        renamed = {name.replace("_proj.", "_proj.base_layer."): tensor for name, tensor in load_file(file).items()}
+        save_file(renamed, file)

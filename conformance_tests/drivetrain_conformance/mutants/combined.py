@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from drivetrain.types.sampling import (
     LogprobsMode,
     TemperatureSchedule,
 )
-from drivetrain_conformance.mutants.registry import backend_mutants, mutant, spoiled_backend
+from drivetrain_conformance.mutants.registry import backend_mutants, mixed, mutant, spoiled_backend
 from drivetrain_conformance.mutants.spoil import (
     CorrectBackend,
     KnowingEos,
@@ -160,6 +160,68 @@ def ends_a_schedule_one_token_late(request: GenerateRequest) -> Mapping[str, obj
         return processor.model_copy(update={"steps": processor.steps + 1})
 
     return {"logit_processors": tuple(map(longer, request.params.logit_processors))}
+
+
+# With a request that ends beside it ----------------------------------------------------------------------------------
+
+_SHORT = 12
+
+
+def inheriting(
+    sound: type[Backend], change: Callable[[GenerateRequest, GenerateRequest], GenerateRequest]
+) -> type[Backend]:
+    """Return a backend that changes the rest of a request once others that came before it have ended.
+
+    ``change`` is given the request for what is left and one that ended.
+    """
+
+    class Wrong(CorrectBackend):
+        """Changes requests in flight."""
+
+        def __init__(self, config: EngineConfig) -> None:
+            super().__init__(config)
+            self._flying: list[GenerateRequest] = []
+            self._ended: dict[str, list[GenerateRequest]] = {}
+
+        async def generate(self, request: GenerateRequest) -> GenerateResult:
+            self._flying.append(request)
+            ended = self._ended[request.request_id] = []
+            try:
+                count = min(_SHORT, request.max_new_tokens)
+                first = await super().generate(dataclasses.replace(request, max_new_tokens=count))
+                if first.finish_reason is not FinishReason.LENGTH or count == request.max_new_tokens:
+                    return first
+                rest = dataclasses.replace(after(request, first), resumed_tokens=request.resumed_tokens + count)
+                for other in ended:
+                    rest = change(rest, other)
+                return joined(first, await super().generate(rest))
+            finally:
+                later = self._flying[self._flying.index(request) + 1 :]
+                self._flying.remove(request)
+                del self._ended[request.request_id]
+                for other in later:
+                    self._ended[other.request_id].append(request)
+
+    return mixed(sound, Wrong)
+
+
+inheriting_mutant = backend_mutants(inheriting)
+
+
+@inheriting_mutant(
+    "generate/each_prompt_can_have_params_of_its_own", says=("nats below", "cannot be drawn by", "asked again")
+)
+def inherits_what_another_may_not_draw(request: GenerateRequest, ended: GenerateRequest) -> GenerateRequest:
+    """A request that takes the place of one that ended may not draw what that one could not."""
+    processors = request.params.logit_processors or ended.params.logit_processors
+    params = request.params.model_copy(update={"logit_processors": processors})
+    return dataclasses.replace(request, params=params)
+
+
+@inheriting_mutant("generate/each_prompt_can_have_params_of_its_own", says="asked again")
+def inherits_the_seed_of_another(request: GenerateRequest, ended: GenerateRequest) -> GenerateRequest:
+    """A request that takes the place of one that ended continues its random stream."""
+    return request if request.seed is None or ended.seed is None else dataclasses.replace(request, seed=ended.seed)
 
 
 # With another engine -------------------------------------------------------------------------------------------------

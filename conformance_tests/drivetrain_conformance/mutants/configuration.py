@@ -146,6 +146,24 @@ class does_not_count_requests_with_an_adapter(CorrectBackend):
                 yield delta
 
 
+@mutant("generate/higher_priority_starts_sooner", says="requests ran at once, where max_num_seqs is 1")
+class forgets_max_num_seqs_after_an_update(CorrectBackend):
+    """After a weight update max_num_seqs no longer limits concurrent requests."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config.model_copy(update={"max_num_seqs": None}))
+        self._room = asyncio.Semaphore(config.max_num_seqs or 256)
+
+    async def receive_weights(self, message: WeightMessage) -> WeightReply:
+        if isinstance(message, CommitUpdate):
+            self._room = asyncio.Semaphore(256)
+        return await super().receive_weights(message)
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        async with self._room:
+            return await super().generate(request)
+
+
 @config_mutant("lifecycle/a_life", says="code beside the model was run")
 def trusts_remote_code(_: EngineConfig) -> Mapping[str, object]:
     """Code that comes with the model is run, whatever trust_remote_code says."""

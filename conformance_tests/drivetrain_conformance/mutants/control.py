@@ -49,6 +49,27 @@ def loses_what_was_generated_before_an_abort(result: GenerateResult) -> Generate
     return cut(result, 0)
 
 
+@mutant("abort/an_abort_right_after_submission_is_not_lost", says="aborted while its grammar was compiled")
+class loses_aborts_of_the_constrained(CorrectBackend):
+    """An abort does not reach a request that waits for its grammar."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._constrained: set[str] = set()
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        if request.params.structured_output is None:
+            return await super().generate(request)
+        self._constrained.add(request.request_id)
+        try:
+            return await super().generate(request)
+        finally:
+            self._constrained.discard(request.request_id)
+
+    async def abort(self, request_ids: list[str]) -> None:
+        await super().abort([one for one in request_ids if one not in self._constrained])
+
+
 @aborted_mutant("abort/an_abort_right_after_submission_is_not_lost", says="ended by length")
 def does_not_mark_the_aborted(result: GenerateResult) -> GenerateResult:
     """An aborted request looks like one that reached its length."""
@@ -227,6 +248,15 @@ class takes_any_pause_mode(InferenceEngine):
 
 
 # Sleep ---------------------------------------------------------------------------------------------------------------
+
+
+@mutant("sleep/weights_can_change_while_the_cache_sleeps", says="and its completions are labelled")
+class labels_by_the_configuration_after_a_sleep(CorrectBackend):
+    """After a sleep, tokens have the version that the configuration gave the first weights."""
+
+    async def sleep(self, tags: frozenset[MemoryTag]) -> None:
+        await super().sleep(tags)
+        await self.set_weight_version(self.config.weight_version)
 
 
 @mutant("sleep/the_memory_of_the_cache_comes_back", says="MiB came back, of")

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
+
 from drivetrain.backend.base import Backend
 from drivetrain.types.config import EngineConfig, Task
 from drivetrain_conformance.mutants.registry import mixed, mutant, spoiled_backend
@@ -80,6 +82,15 @@ class returns_scores_pass_by_pass(CorrectBackend):
 
     async def reward_score(self, sequences: list[list[int]]) -> list[float]:
         return _by_pass(sequences, await super().reward_score(sequences))
+
+
+@mutant("embeddings/each_prompt_has_a_vector", says="off the last tokens' states")
+class halves_the_precision_of_vectors(CorrectBackend):
+    """Vectors pass through float16."""
+
+    async def embed(self, prompts: list[list[int]], dimensions: int | None) -> list[list[float]]:
+        vectors = await super().embed(prompts, dimensions)
+        return [np.array(vector, np.float16).astype(float).tolist() for vector in vectors]
 
 
 class _Keeping(CorrectBackend):
