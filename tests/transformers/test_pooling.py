@@ -12,7 +12,15 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
-from drivetrain import EngineStartError, EngineStateError, InferenceEngine, MemoryTag, PauseMode, create_engine
+from drivetrain import (
+    EngineStartError,
+    EngineStateError,
+    InferenceEngine,
+    InvalidConfig,
+    MemoryTag,
+    PauseMode,
+    create_engine,
+)
 from drivetrain.testing import tiny_model
 from engines import HANGING
 from tiny_adapters import save_adapters
@@ -91,18 +99,19 @@ def modules(*kinds: str) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize(
-    ("mode", "pool"),
+    ("named", "pool"),
     [
-        ("lasttoken", last),
-        ("mean_tokens", lambda states: states.mean(0)),
-        ("cls_token", lambda states: states[0]),
+        ({"pooling_mode_lasttoken": True}, last),
+        ({"pooling_mode_mean_tokens": True}, lambda states: states.mean(0)),
+        ({"pooling_mode_cls_token": True}, lambda states: states[0]),
+        ({"pooling_mode": "mean"}, lambda states: states.mean(0)),
     ],
 )
 async def test_a_folder_names_its_pooling(
-    mode: str, pool: Callable[[torch.Tensor], torch.Tensor], tmp_path: Path
+    named: dict[str, object], pool: Callable[[torch.Tensor], torch.Tensor], tmp_path: Path
 ) -> None:
-    named = {"pooling_mode_lasttoken": False, "word_embedding_dimension": 128, f"pooling_mode_{mode}": True}
-    files = {"modules.json": modules("Transformer", "Pooling", "Normalize"), "1_Pooling/config.json": named}
+    fields = {"pooling_mode_lasttoken": False, "word_embedding_dimension": 128, **named}
+    files = {"modules.json": modules("Transformer", "Pooling", "Normalize"), "1_Pooling/config.json": fields}
     folder = with_files(tmp_path / "model", files)
     async with create_engine("transformers", model=str(folder), task="embed") as engine:
         assert_near(await engine.encode(SEQUENCES), pooled(folder, pool))
@@ -116,12 +125,12 @@ async def test_a_folder_names_its_pooling(
         (("Transformer", "Pooling", "Dense"), {"pooling_mode_lasttoken": True}, "Dense"),
     ],
 )
-async def test_a_pooling_that_is_not_applied_is_refused_at_start(
+async def test_a_pooling_that_is_not_applied_is_refused(
     kinds: tuple[str, ...], named: dict[str, bool], says: str, tmp_path: Path
 ) -> None:
     folder = with_files(tmp_path / "model", {"modules.json": modules(*kinds), "1_Pooling/config.json": named})
-    with pytest.raises(EngineStartError, match=says):
-        await create_engine("transformers", model=str(folder), task="embed").start()
+    with pytest.raises(InvalidConfig, match=says):
+        create_engine("transformers", model=str(folder), task="embed")
 
 
 async def test_a_checkpoint_without_a_head_embeds(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from drivetrain.backend.base import (
     ModelInfo,
     ReadMedium,
 )
+from drivetrain.backend.toolkit.folder_pooling import folder_pooling
 from drivetrain.backend.toolkit.model_folder import (
     check_model_folder,
     config_levels,
@@ -65,6 +66,7 @@ from drivetrain_sglang.translate import (
     fitting,
     labels_tokens,
     request_fields,
+    require_pooling,
     sampling_params,
     was_aborted_unread,
 )
@@ -141,6 +143,7 @@ class SGLangBackend(WorkerBackend[Collected]):
         """Refuse arguments that SGLang would not honour, and values that do not fit the model."""
         engine_arguments(config, device_type_of(config), config.dtype, config.context_length or 0)
         check_model_folder(config, "SGLang")
+        folder_pooling(config)
         if device_type_of(config) == "cpu":
             require_dense_for_adapters(config, config_levels(config.model), "SGLang")
 
@@ -169,6 +172,8 @@ class SGLangBackend(WorkerBackend[Collected]):
         await self.connect("SGLang's scheduler is gone")
         report("warming up")
         await self._warm_up()
+        if (pooling := folder_pooling(self.config)) is not None:
+            require_pooling(pooling, cast("str | None", await self.ask("pooling")))
         if Capability.ROUTED_EXPERTS in self.capabilities(self.config):
             self._expert_layers = cast("list[int]", await self.ask("expert_layers"))
         return replace(info, gpus=await self.gpus())

@@ -15,6 +15,7 @@ import numpy as np
 from drivetrain.backend.base import GenerateRequest, GenerateResult
 from drivetrain.backend.toolkit.collected_sample import Added, CollectedSample
 from drivetrain.backend.toolkit.engine_versions import source_mentions
+from drivetrain.backend.toolkit.folder_pooling import PoolingMode
 from drivetrain.backend.toolkit.translation import (
     is_plain,
     no_token_allowed,
@@ -23,7 +24,7 @@ from drivetrain.backend.toolkit.translation import (
     wants_experts,
     with_engine_kwargs,
 )
-from drivetrain.errors import DrivetrainError, EngineInternalError
+from drivetrain.errors import DrivetrainError, EngineInternalError, InvalidConfig
 from drivetrain.media.qwen_vision import ENGINE_BOUNDS, ENGINE_FETCHES, ENGINE_PREPARES
 from drivetrain.types.config import EngineConfig, Task
 from drivetrain.types.outputs import FinishReason, TopLogprobs
@@ -34,6 +35,12 @@ from drivetrain_sampling.encoded_params import encode_params
 from drivetrain_sampling.packed_masks import joined
 from drivetrain_sampling.scores import decode_scores, encode_scoring
 
+_POOLING_TYPES: Final[Mapping[PoolingMode, str]] = {
+    PoolingMode.LAST: "LAST",
+    PoolingMode.FIRST: "CLS",
+    PoolingMode.MEAN: "MEAN",
+}
+"""Names of SGLang's ``PoolingType``."""
 CONFIG_NAMES: Final[Mapping[str, str]] = {
     "revision": "revision",
     "trust_remote_code": "trust_remote_code",
@@ -577,6 +584,24 @@ def _finish(reason: Mapping[str, Any] | None, request: GenerateRequest) -> tuple
 def _hidden_states(steps: Sequence[Any]) -> list[list[float]]:
     """Return the state that each token was drawn from; of the prompt's pass, the last one."""
     return [step[-1] if step and isinstance(step[0], list | tuple) else step for step in steps]
+
+
+def require_pooling(wanted: PoolingMode, applied: str | None) -> None:
+    """Check that SGLang pools as the model's folder asks, which it reads for some architectures only.
+
+    Args:
+        wanted: The folder's pooling.
+        applied: Name of SGLang's ``PoolingType`` for the model; None if it is not known.
+
+    Raises:
+        InvalidConfig: SGLang pools otherwise.
+    """
+    if applied != _POOLING_TYPES[wanted]:
+        raise InvalidConfig(
+            f"the model's folder asks for the pooling {wanted.value}, and SGLang applies {applied or 'one of its own'} "
+            "to this architecture; use another backend",
+            field="model",
+        )
 
 
 def fitting(context_length: int, pool: float) -> int:

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
-from enum import Enum
 from typing import Final
 
 import torch
-from transformers.utils.hub import cached_file
 
+from drivetrain.backend.toolkit.folder_pooling import PoolingMode, folder_pooling
 from drivetrain.errors import EngineStartError
 from drivetrain.types.config import EngineConfig, Task
 from drivetrain_transformers.model import LoadedModel
 
 _TOLERATED: Final = 0.05
 """Largest share by which rounding may change a vector in a padded batch."""
-
-
-class Pooling(Enum):
-    """The way in which the states of a sequence's tokens become one vector; values are sentence-transformers' names."""
-
-    LAST = "lasttoken"
-    FIRST = "cls_token"
-    MEAN = "mean_tokens"
 
 
 class Pooler:
@@ -43,7 +33,7 @@ class Pooler:
         self._model = model
         self._max_tokens = max_tokens
         self._alone = config.deterministic
-        self._pooling = pooling_of(config) if config.task is Task.EMBED else Pooling.LAST
+        self._pooling = folder_pooling(config) or PoolingMode.LAST
         self._head = getattr(model.module, "score", None)
         if config.task is Task.REWARD and self._head is None:
             raise EngineStartError(
@@ -80,11 +70,11 @@ class Pooler:
     def _pooled(self, sequences: list[list[int]]) -> torch.Tensor:
         states, mask = self._model.states(sequences)
         match self._pooling:
-            case Pooling.LAST:
+            case PoolingMode.LAST:
                 return states[:, -1].float()
-            case Pooling.FIRST:
+            case PoolingMode.FIRST:
                 return states[torch.arange(len(sequences)), mask.shape[1] - mask.sum(1)].float()
-            case Pooling.MEAN:
+            case PoolingMode.MEAN:
                 weights = mask[:, :, None].float()
                 return (states.float() * weights).sum(1) / weights.sum(1)
 
@@ -101,51 +91,3 @@ class Pooler:
                     f"{type(self._model.module).__name__} gives other vectors in a padded batch than alone, so the "
                     "transformers backend does not serve it for embeddings or rewards; use another backend"
                 )
-
-
-def pooling_of(config: EngineConfig) -> Pooling:
-    """Return the pooling that the model's folder names in sentence-transformers' files; the last token's without them.
-
-    Raises:
-        EngineStartError: The folder names a pooling or a further layer that this backend does not apply.
-    """
-    modules = _read(config, "modules.json")
-    if not isinstance(modules, list):
-        return Pooling.LAST
-    pooling = Pooling.LAST
-    for module in modules:
-        kind = str(module["type"]).rpartition(".")[2]
-        if kind == "Pooling":
-            named = _read(config, f"{module['path']}/config.json")
-            assert isinstance(named, dict)
-            chosen = [
-                name.removeprefix("pooling_mode_") for name, value in named.items() if value is True and "mode" in name
-            ]
-            if len(chosen) != 1 or chosen[0] not in {known.value for known in Pooling}:
-                raise EngineStartError(
-                    f"the model's folder asks for the pooling {', '.join(chosen) or 'of no mode'}; the transformers "
-                    f"backend has: {', '.join(known.value for known in Pooling)}"
-                )
-            pooling = Pooling(chosen[0])
-        elif kind not in ("Transformer", "Normalize"):
-            raise EngineStartError(
-                f"the model's folder asks for a {kind} layer over its vectors, which the transformers backend does not "
-                "apply; use another backend"
-            )
-    return pooling
-
-
-def _read(config: EngineConfig, name: str) -> object:
-    """Read a JSON file of the model's folder or hub id; None if it has none."""
-    path = cached_file(
-        config.model,
-        name,
-        revision=config.revision,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
-    if path is None:
-        return None
-    with open(path, encoding="utf-8") as file:
-        found: object = json.load(file)
-    return found

@@ -9,6 +9,7 @@ from typing import Final
 
 from pydantic import JsonValue
 
+from drivetrain.backend.toolkit.folder_pooling import folder_pooling
 from drivetrain.backend.toolkit.model_folder import config_levels, model_file
 from drivetrain.backend.toolkit.translation import context_length_of
 from drivetrain.checks.extras import from_extra
@@ -151,7 +152,8 @@ def context_length(model_config: object, config: EngineConfig) -> int:
 
 
 def check_model_folder(config: EngineConfig) -> None:
-    """Raise :class:`InvalidConfig` if the configured context length exceeds the one in the model folder."""
+    """Raise :class:`InvalidConfig` for a context length beyond the model folder's, or a pooling that is not applied."""
+    folder_pooling(config)
     levels = config_levels(config.model)
     if levels:
         context_length(SimpleNamespace(**levels[-1]), config)

@@ -16,6 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, ClassVar, Final, cast
 
 from drivetrain.backend.base import GenerateRequest, ModelInfo, ReadMedium
+from drivetrain.backend.toolkit.folder_pooling import folder_pooling
 from drivetrain.backend.toolkit.model_folder import (
     check_model_folder,
     config_levels,
@@ -146,6 +147,7 @@ class VLLMBackend(WorkerBackend[Collected]):
         engine_arguments(config, device_type_of(config), config.dtype, config.context_length or 0)
         _devices_of(config)
         check_model_folder(config, "vLLM")
+        folder_pooling(config)
         if records_experts_by_block():
             _require_blocks_for_experts(config)
         if device_type_of(config) == "cpu":

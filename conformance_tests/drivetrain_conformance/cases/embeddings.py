@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from drivetrain.errors import InvalidRequest
+from drivetrain.errors import InvalidConfig, InvalidRequest
 from drivetrain.types.capability import Capability
 from drivetrain.types.prompts import PromptLike, TextPrompt, TokenPrompt
 from drivetrain_conformance.assertions.pooled_inputs import (
@@ -19,10 +21,11 @@ from drivetrain_conformance.assertions.pooled_inputs import (
     many_lengths,
 )
 from drivetrain_conformance.assertions.refusals import refused
+from drivetrain_conformance.assets.served_models import copy_model
 from drivetrain_conformance.assets.weight_sources import tensors_of, write_checkpoint
 from drivetrain_conformance.harness.case import case
 from drivetrain_conformance.harness.testbench import Bench, NoOracle
-from drivetrain_conformance.references.oracle import HiddenStatesOracle
+from drivetrain_conformance.references.oracle import HiddenStatesOracle, Logits
 
 _CONFIG: Final = {"task": "embed"}
 _ROUNDING: Final = 2e-5
@@ -49,6 +52,42 @@ async def each_prompt_has_a_vector(bench: Bench) -> None:
             _assert_states(bench, np.array(await bench.engine.encode(prompts)), prompts, model)
     backwards = np.array(await bench.engine.encode(prompts[::-1]))
     _assert_near(bench, backwards[::-1], vectors)
+
+
+@case(Capability.EMBED, config=_CONFIG, own_engine=True)
+async def the_pooling_of_the_folder_is_applied_or_refused(bench: Bench) -> None:
+    """A folder whose sentence-transformers files ask for the mean of all tokens' states gets it, or is refused.
+
+    Several poolings, an unknown one, or a further layer are refused.
+    """
+    meant = _with_pooling(bench, "mean_tokens")
+    with suppress(InvalidConfig):
+        async with bench.open(model=str(meant)) as engine:
+            prompts = [bench.prompt(length, engine) for length in (3, 1, 24)]
+            vectors = _directions(np.array(await engine.encode(prompts)))
+            means = np.array([states.mean(axis=0) for states in _states_of(bench, prompts, meant)])
+            cosines = (vectors * _directions(means)).sum(axis=1)
+            assert cosines.min() > 1 - bench.tolerance(engine), (
+                f"the folder asks for mean_tokens; cosines with the means are {cosines.round(4).tolist()}"
+            )
+    for modes, layers in ((("max_tokens",), ()), (("lasttoken", "mean_tokens"), ()), (("lasttoken",), ("Dense",))):
+        with refused(InvalidConfig, field="model", naming=layers[0] if layers else modes[-1]):
+            async with bench.open(model=str(_with_pooling(bench, *modes, layers=layers))):
+                pass
+
+
+def _with_pooling(bench: Bench, *modes: str, layers: Sequence[str] = ()) -> Path:
+    """Write a folder of the bench's model, with the files that sentence-transformers writes beside it."""
+    folder = bench.folder("pooled")
+    copy_model(bench.model, folder, without="modules.json")
+    kinds = ("Transformer", "Pooling", *layers, "Normalize")
+    kind_of = "sentence_transformers.models.{}".format
+    parts = [{"idx": index, "type": kind_of(kind), "path": f"{index}_{kind}"} for index, kind in enumerate(kinds)]
+    (folder / "modules.json").write_text(json.dumps(parts))
+    (folder / "1_Pooling").mkdir()
+    named = {"pooling_mode_lasttoken": False, **{f"pooling_mode_{mode}": True for mode in modes}}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(named))
+    return folder
 
 
 @case(Capability.EMBED, config=_CONFIG)
@@ -165,10 +204,7 @@ async def _without_head(bench: Bench, model: Path) -> Path:
 
 def _assert_states(bench: Bench, vectors: NDArray[np.float64], prompts: Sequence[list[int]], model: Path) -> None:
     """Assert that vectors have the direction of the prompts' last-token states, computed by the oracle."""
-    oracle = bench.oracle(model)
-    if not isinstance(oracle, HiddenStatesOracle):
-        raise NoOracle
-    states = np.array([oracle.hidden_states(prompt)[-1] for prompt in prompts])
+    states = np.array([rows[-1] for rows in _states_of(bench, prompts, model)])
     cosines = (_directions(vectors) * _directions(states)).sum(axis=1)
     assert cosines.min() > 1 - bench.tolerance(), (
         f"cosines with the last tokens' states are {cosines.round(4).tolist()}"
@@ -176,6 +212,13 @@ def _assert_states(bench: Bench, vectors: NDArray[np.float64], prompts: Sequence
     if bench.engine.model_info.dtype == "float32":
         off = float(np.abs(_directions(vectors) - _directions(states)).max())
         assert off <= _ROUNDING, f"a number is {off:.3g} off the last tokens' states; {_ROUNDING:g} is allowed"
+
+
+def _states_of(bench: Bench, prompts: Sequence[list[int]], model: Path) -> list[Logits]:
+    oracle = bench.oracle(model)
+    if not isinstance(oracle, HiddenStatesOracle):
+        raise NoOracle
+    return [oracle.hidden_states(prompt) for prompt in prompts]
 
 
 def _directions(vectors: NDArray[np.float64]) -> NDArray[np.float64]:

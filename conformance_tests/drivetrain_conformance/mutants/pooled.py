@@ -11,6 +11,7 @@ import numpy as np
 
 from drivetrain.backend.base import Backend
 from drivetrain.types.config import EngineConfig, Task
+from drivetrain_conformance.assets.served_models import copy_model
 from drivetrain_conformance.mutants.registry import mixed, mutant, spoiled_backend
 from drivetrain_conformance.mutants.spoil import CorrectBackend, config_mutant
 
@@ -127,6 +128,17 @@ class shortens_without_scaling(CorrectBackend):
 
 def _whole_context(config: EngineConfig) -> Mapping[str, object]:
     return {} if config.task is Task.GENERATE else {"context_length": None}
+
+
+@config_mutant("embeddings/the_pooling_of_the_folder_is_applied_or_refused", says="the folder asks for mean_tokens")
+def pools_as_the_architecture_does(config: EngineConfig) -> Mapping[str, object]:
+    """A pooling that the model's folder names is not read."""
+    model = Path(config.model)
+    if not (model / "modules.json").exists():
+        return {}
+    plain = model.with_name(f"{model.name}-plain")
+    copy_model(model, plain, without="modules.json")
+    return {"model": str(plain)}
 
 
 @config_mutant("embeddings/bad_prompts_are_refused", says="context_length=128 was asked for")

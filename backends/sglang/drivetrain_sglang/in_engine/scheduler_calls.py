@@ -26,6 +26,7 @@ CALL: Final = "drivetrain"
 methods: Final = WorkerMethods(
     Worker.gpus,
     Worker.expert_layers,
+    Worker.pooling,
     Worker.tokens_so_far,
     Worker.apply_weights_counting,
     Worker.prepare_weights,

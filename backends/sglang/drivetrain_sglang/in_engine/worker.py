@@ -171,6 +171,11 @@ class Worker(RankWeights):
         """Return the numbers of the layers whose experts SGLang records."""
         return layers_with_experts(self.model)
 
+    def pooling(self) -> str | None:
+        """Return the name of the pooling that SGLang has for the model's architecture; None if the model says none."""
+        kind = getattr(getattr(self.model, "pooler", None), "pooling_type", None)
+        return None if kind is None else str(kind.name)
+
     # Pausing -----------------------------------------------------------------------------------------------------
 
     @property

@@ -40,6 +40,12 @@ def levels_in(fields: object) -> list[Mapping[str, object]]:
 
 def model_file(config: EngineConfig, name: str) -> Mapping[str, object]:
     """Return the fields of a JSON file of the model's folder or hub id; none if it is missing or broken."""
+    fields = model_json(config, name)
+    return fields if isinstance(fields, dict) else {}
+
+
+def model_json(config: EngineConfig, name: str) -> object:
+    """Return what a JSON file of the model's folder or hub id holds; None if it is missing or broken."""
     try:
         file = Path(config.model).expanduser() / name
         if not file.parent.is_dir():
@@ -47,11 +53,11 @@ def model_file(config: EngineConfig, name: str) -> Mapping[str, object]:
 
             file = Path(hf_hub_download(config.model, name, revision=config.revision))
         if not file.is_file():
-            return {}
-        fields: object = json.loads(file.read_text(encoding="utf-8"))
+            return None
+        held: object = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
-        return {}  # without a configuration the engine's start fails and says why
-    return fields if isinstance(fields, dict) else {}
+        return None  # without a configuration the engine's start fails and says why
+    return held
 
 
 def require_files(model: str) -> None:
@@ -158,6 +164,7 @@ __all__ = [
     "has_experts",
     "levels_in",
     "model_file",
+    "model_json",
     "require_dense_for_adapters",
     "require_files",
     "served_context_length",
