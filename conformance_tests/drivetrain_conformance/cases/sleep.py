@@ -185,7 +185,8 @@ async def weights_can_change_while_the_cache_sleeps(bench: Bench) -> None:
 async def a_training_step(bench: Bench) -> None:
     """Generate, sleep, wake the weights, update them, wake the cache, generate: twice, each time with new weights.
 
-    Nothing of that blocks the trainer's event loop.
+    Where the engine can, the second time is in a pause, from before the sleep until cached prefixes are discarded at
+    its end. Nothing of that blocks the trainer's event loop.
     """
     engine = bench.engine
     await _can_sleep(bench, WEIGHTS, KV_CACHE, update=True)
@@ -194,12 +195,20 @@ async def a_training_step(bench: Bench) -> None:
     folders = {seed: bench.other_weights(seed) for seed in (1, 2)}
     async with check_it_runs():
         for seed, folder in folders.items():
+            in_a_pause = seed == 2 and bench.claims(Capability.PAUSE_WAIT)
+            if in_a_pause:
+                await engine.pause_generation(PauseMode.WAIT)
             await engine.sleep_all()
             assert engine.status.asleep >= {WEIGHTS, KV_CACHE}
             await engine.wake_up([WEIGHTS])
             await engine.load_weights_from_disk(str(folder), f"step-{seed}")
             assert engine.state is EngineState.ASLEEP
             await engine.wake_up_all()
+            if in_a_pause:
+                if bench.claims(Capability.PREFIX_CACHE):
+                    await engine.reset_prefix_cache()
+                assert engine.is_paused, "a sleep, an update or a wake-up ended the pause"
+                await engine.continue_generation()
             _check_awake(engine)
             answers.append(await bench.greedy(prompts))
             _check_labels(bench, answers[-1], f"step-{seed}")
@@ -213,10 +222,13 @@ async def a_training_step(bench: Bench) -> None:
 
 @case(Capability.SLEEP_WEIGHTS, Capability.SLEEP_KV_CACHE, Capability.WEIGHTS_DISK)
 async def any_order_of_tags(bench: Bench) -> None:
-    """Memory can sleep and wake one kind at a time, in any order, or together; nothing is served until all is back."""
+    """Memory can sleep and wake one kind at a time, in any order, or together; nothing is served until all is back.
+
+    No prefix that was cached before is found afterwards.
+    """
     engine = bench.engine
     await _can_sleep(bench, WEIGHTS, KV_CACHE, update=True)
-    own, prompts = engine.get_weight_version(), bench.prompts(2)
+    own, prompts = engine.get_weight_version(), bench.prompts(2, 100)
     before = await bench.greedy(prompts)
     for asleep, awake in _orders(bench):
         await _in_steps(bench, asleep, awake)
@@ -224,7 +236,10 @@ async def any_order_of_tags(bench: Bench) -> None:
         await _refused(engine.generate(prompts[0], SHORT), "dirty")
         await engine.load_weights_from_disk(str(bench.model), own)
         _check_awake(engine)
-        check_same(bench, await bench.greedy(prompts), before)
+        after = await bench.greedy(prompts)
+        cached = [completion.cached_tokens for completion in after]
+        assert not any(cached), f"{cached} tokens were found in a cache that had slept"
+        check_same(bench, after, before)
 
 
 @case(
@@ -523,7 +538,10 @@ def _smallest_matrix(bench: Bench) -> int:
 
 @case(Capability.SLEEP_KV_CACHE, model=ModelKind.LARGE)
 async def the_memory_of_the_cache_comes_back(bench: Bench) -> None:
-    """Sleep frees most of the KV cache's memory, as the operating system or driver counts it."""
+    """Sleep frees most of the KV cache's memory, as the operating system or driver counts it.
+
+    A pause frees none. Waking all memory leaves the weights, which did not sleep, as they are.
+    """
     engine = bench.engine
     await _can_sleep(bench, KV_CACHE)
     await _fill_cache(bench)
@@ -531,13 +549,22 @@ async def the_memory_of_the_cache_comes_back(bench: Bench) -> None:
     # An engine may keep no cache between requests, but then it must not claim a prefix cache.
     keeps = bench.claims(Capability.PREFIX_CACHE) or size > 0
     assert size > 8 * MIB or not keeps, f"after a long prompt the engine says that its cache holds {size} bytes"
+    prompt, weights = bench.prompt(), (await engine.stats()).weight_bytes
+    before = await bench.greedy([prompt])
     awake = held_bytes(engine)
+    if bench.claims(Capability.PAUSE_IN_PLACE):
+        await engine.pause_generation(PauseMode.IN_PLACE)
+        missing = awake - held_bytes(engine)
+        await engine.continue_generation()
+        assert missing <= size / 4, f"a pause gave {missing / MIB:.0f} MiB back"
     await engine.sleep([KV_CACHE])
     given_back, left = awake - held_bytes(engine), (await engine.stats()).kv_cache_bytes
-    await engine.wake_up([KV_CACHE])
+    await engine.wake_up_all()
     assert given_back >= WRITTEN * size, f"{given_back / MIB:.0f} MiB came back, of {size / MIB:.0f} MiB of cache"
     assert left <= (1 - MOST) * size, f"asleep, the engine says that its cache holds {left} bytes"
-    await engine.generate(bench.prompt(), SHORT)
+    now = (await engine.stats()).weight_bytes
+    assert now == weights, f"the cache woke, and {now} bytes of weights are held in place of {weights}"
+    check_same(bench, await bench.greedy([prompt]), before)
 
 
 @case(Capability.SLEEP_CUDA_GRAPH, hardware=Hardware.GPU)
@@ -559,7 +586,10 @@ async def the_memory_of_cuda_graphs_comes_back(bench: Bench) -> None:
 
 @case(Capability.SLEEP_WEIGHTS, Capability.SLEEP_KV_CACHE, Capability.WEIGHTS_DISK, model=ModelKind.LARGE)
 async def memory_is_taken_again_step_by_step(bench: Bench) -> None:
-    """Waking the weights takes only their memory, not the cache's; after an update the engine is as before."""
+    """Waking the weights takes only their memory, not the cache's; after an update the engine is as before.
+
+    The cache takes its memory when it wakes and is filled.
+    """
     engine = bench.engine
     await _can_sleep(bench, WEIGHTS, KV_CACHE, update=True)
     own, prompts = engine.get_weight_version(), bench.prompts(2)
@@ -577,7 +607,9 @@ async def memory_is_taken_again_step_by_step(bench: Bench) -> None:
         half_awake = held_bytes(engine)
         await engine.wake_up([KV_CACHE])
         await _fill_cache(bench)
+    taken = held_bytes(engine) - half_awake
     check_same(bench, await bench.greedy(prompts, 4), before)
+    assert taken >= cache / 2, f"the cache woke and was filled, and took {taken / MIB:.0f} MiB of {cache / MIB:.0f}"
     assert awake - asleep >= MOST * size + WRITTEN * cache
     assert half_awake - asleep >= MOST * size, "the weights woke, and took no memory"
     assert half_awake <= awake - cache / 2, "only the weights woke, but the memory of the cache is taken as well"

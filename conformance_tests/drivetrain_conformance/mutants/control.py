@@ -288,6 +288,19 @@ class gives_half_of_the_memory_back(CorrectBackend):
         await super().wake_up(tags)
 
 
+@mutant("sleep/the_memory_of_the_cache_comes_back", says="a pause gave")
+class gives_the_cache_back_in_a_pause(CorrectBackend):
+    """A pause frees the memory of the KV cache, and its end takes it again."""
+
+    async def freeze(self, mode: PauseMode) -> None:
+        await super().freeze(mode)
+        await super().sleep(frozenset({MemoryTag.KV_CACHE}))
+
+    async def unfreeze(self) -> None:
+        await super().wake_up(frozenset({MemoryTag.KV_CACHE}))
+        await super().unfreeze()
+
+
 @mutant("sleep/half_awake_can_sleep_again", says="bytes of weights with it")
 class wakes_weights_with_the_cache(CorrectBackend):
     """Waking the cache takes the memory of weights that are asleep too."""
@@ -341,6 +354,16 @@ class says_that_it_keeps_weights(CorrectBackend):
     @classmethod
     def capabilities(cls, config: EngineConfig) -> frozenset[Capability]:
         return super().capabilities(config) | {Capability.SLEEP_KEEPS_WEIGHTS}
+
+
+@mutant("sleep/a_training_step", says="a sleep, an update or a wake-up ended the pause")
+class resumes_when_it_wakes(PauseAndSleep):
+    """Waking all memory ends a pause."""
+
+    async def wake_up(self, tags: Iterable[MemoryTag | str] | None, timeout: float | None) -> None:
+        await super().wake_up(tags, timeout)
+        if self.controller.status.paused and not self.controller.status.asleep:
+            await self.resume()
 
 
 @mutant("sleep/weights_that_slept_are_not_served", says="assert engine.state is EngineState.DIRTY")
