@@ -131,7 +131,7 @@ def test_a_configuration_that_is_refused_counts_as_the_refusal(runner: Runner) -
     async def body(bench: Bench) -> None:
         raise AssertionError("never reached")
 
-    assert run(runner, body, Capability.DETERMINISTIC, deterministic=True).verdict is Verdict.REFUSED
+    assert run(runner, body, Capability.TENSOR_PARALLEL, tensor_parallel_size=2).verdict is Verdict.REFUSED
 
 
 def test_what_is_claimed_in_another_configuration_alone_is_looked_at_there() -> None:

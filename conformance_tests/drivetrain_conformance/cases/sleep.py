@@ -42,6 +42,8 @@ MOST: Final = 0.9
 """Share of the memory reported by the engine that sleep must free."""
 WRITTEN: Final = 0.7
 """The same share for a KV cache, parts of which may never have been written and so are not resident."""
+NOISE: Final = MIB
+"""Memory by which a measure may be off: an engine that keeps no cache between requests has none to give back."""
 WEIGHTS, KV_CACHE, CUDA_GRAPH = MemoryTag.WEIGHTS, MemoryTag.KV_CACHE, MemoryTag.CUDA_GRAPH
 SHORT: Final = SamplingParams(max_new_tokens=4, temperature=0)
 
@@ -556,11 +558,11 @@ async def the_memory_of_the_cache_comes_back(bench: Bench) -> None:
         await engine.pause_generation(PauseMode.IN_PLACE)
         missing = awake - held_bytes(engine)
         await engine.continue_generation()
-        assert missing <= size / 4, f"a pause gave {missing / MIB:.0f} MiB back"
+        assert missing <= size / 4 + NOISE, f"a pause gave {missing / MIB:.0f} MiB back"
     await engine.sleep([KV_CACHE])
     given_back, left = awake - held_bytes(engine), (await engine.stats()).kv_cache_bytes
     await engine.wake_up_all()
-    assert given_back >= WRITTEN * size, f"{given_back / MIB:.0f} MiB came back, of {size / MIB:.0f} MiB of cache"
+    assert given_back >= WRITTEN * size - NOISE, f"{given_back / MIB:.0f} MiB came back, of {size / MIB:.0f} of cache"
     assert left <= (1 - MOST) * size, f"asleep, the engine says that its cache holds {left} bytes"
     now = (await engine.stats()).weight_bytes
     assert now == weights, f"the cache woke, and {now} bytes of weights are held in place of {weights}"
@@ -609,10 +611,10 @@ async def memory_is_taken_again_step_by_step(bench: Bench) -> None:
         await _fill_cache(bench)
     taken = held_bytes(engine) - half_awake
     check_same(bench, await bench.greedy(prompts, 4), before)
-    assert taken >= cache / 2, f"the cache woke and was filled, and took {taken / MIB:.0f} MiB of {cache / MIB:.0f}"
+    assert taken >= cache / 2 - NOISE, f"the cache woke, and took {taken / MIB:.0f} MiB of {cache / MIB:.0f}"
     assert awake - asleep >= MOST * size + WRITTEN * cache
     assert half_awake - asleep >= MOST * size, "the weights woke, and took no memory"
-    assert half_awake <= awake - cache / 2, "only the weights woke, but the memory of the cache is taken as well"
+    assert half_awake <= awake - cache / 2 + NOISE, "only the weights woke, but the cache's memory is taken as well"
 
 
 @case(
