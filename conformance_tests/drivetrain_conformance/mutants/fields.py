@@ -61,7 +61,10 @@ def drops_min_p(_: GenerateRequest) -> Mapping[str, object]:
     return {"min_p": 0.0}
 
 
-@params_mutant("logprob/processed_follows_everything_at_once", says="in mode processed at temperature")
+@params_mutant(
+    "logprob/processed_follows_everything_at_once",
+    says=("in mode processed at temperature", "has probability zero and was drawn"),
+)
 def drops_min_p_beside_top_k(request: GenerateRequest) -> Mapping[str, object]:
     """The field min_p has an effect only without top_k."""
     return {"min_p": 0.0} if request.params.top_k else {}
