@@ -95,7 +95,7 @@ def test_a_case_that_there_is_not_is_an_error() -> None:
         list(try_mutants("transformers", [mutant(spoil_backend=long_winded, caught_by="generate/that_there_is_not")]))
 
 
-def test_the_sound_engine_is_sound_again_after_a_mutant() -> None:
+def test_the_correct_engine_is_correct_again_after_a_mutant() -> None:
     assert tried(mutant(spoil_backend=long_winded)).caught
     assert not tried(mutant(spoil_backend=lambda backend: claiming(backend, Capability.VIDEO))).caught
 

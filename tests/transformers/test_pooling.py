@@ -117,6 +117,14 @@ async def test_a_folder_names_its_pooling(
         assert_near(await engine.encode(SEQUENCES), pooled(folder, pool))
 
 
+@pytest.mark.parametrize("content", ["{", "{}", "[1]"])
+async def test_a_broken_list_of_modules_is_refused(content: str, tmp_path: Path) -> None:
+    folder = with_files(tmp_path / "model", {})
+    (folder / "modules.json").write_text(content, encoding="utf-8")
+    with pytest.raises(InvalidConfig, match=r"modules\.json is no JSON list"):
+        create_engine("transformers", model=str(folder), task="embed")
+
+
 @pytest.mark.parametrize(
     ("kinds", "named", "says"),
     [

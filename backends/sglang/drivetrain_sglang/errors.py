@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from drivetrain.backend.toolkit.translation import refused_field
 from drivetrain.errors import DrivetrainError, EngineInternalError, EngineOutOfMemory, InvalidRequest
 
 OUT_OF_MEMORY = ("out of memory", "not enough memory", "kv cache pool is full", "cannot allocate memory")
 """Phrases by which SGLang's errors are recognised as out of memory."""
-GRAMMAR = ("grammar", "schema", "regex")
-"""Words by which SGLang's errors are recognised as a refused ``structured_output``."""
 
 
 def as_engine_error(error: BaseException) -> DrivetrainError:
@@ -19,7 +18,7 @@ def as_engine_error(error: BaseException) -> DrivetrainError:
     if any(known in words for known in OUT_OF_MEMORY):
         mapped = EngineOutOfMemory(f"{type(error).__name__}: {error}")
     elif isinstance(error, ValueError):
-        field = "sampling_params.structured_output" if any(word in words for word in GRAMMAR) else "sampling_params"
+        field = refused_field(error)
         mapped = InvalidRequest(f"SGLang refused {field}: {error}", field=field)
     else:
         mapped = EngineInternalError(f"{type(error).__name__}: {error}")

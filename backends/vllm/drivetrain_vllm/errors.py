@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from drivetrain.backend.toolkit.translation import refused_field
 from drivetrain.errors import DrivetrainError, EngineDied, EngineInternalError, EngineOutOfMemory, InvalidRequest
 
 OUT_OF_MEMORY = ("out of memory", "not enough memory", "cannot allocate memory", "no available memory")
 """Phrases by which vLLM's errors are recognised as out of memory."""
-GRAMMAR = ("grammar", "schema", "regex")
-"""Words by which vLLM's errors are recognised as a refused ``structured_output``."""
 DEAD = "enginecore encountered an issue"
 """Message of vLLM's EngineDeadError; its server passes on nothing else."""
 
@@ -25,7 +24,7 @@ def as_engine_error(error: BaseException) -> DrivetrainError:
     elif any(known in words for known in OUT_OF_MEMORY):
         mapped = EngineOutOfMemory(f"{type(error).__name__}: {error}")
     elif isinstance(error, ValueError) or any(kind.__name__ == "VLLMClientError" for kind in type(error).__mro__):
-        field = "sampling_params.structured_output" if any(word in words for word in GRAMMAR) else "sampling_params"
+        field = refused_field(error)
         mapped = InvalidRequest(f"vLLM refused {field}: {error}", field=field)
     else:
         mapped = EngineInternalError(f"{type(error).__name__}: {error}")

@@ -40,7 +40,7 @@ class _Deterministic(KnowingRequests):
         raise NotImplementedError
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """Generate with the sound backend."""
+        """Generate with the correct backend."""
         is_spoiled = self.config.deterministic and self.is_spoiled(request)
         result = await super().generate(request)
         return _rounded_otherwise(result) if is_spoiled else result

@@ -45,7 +45,7 @@ class measures_each_file_alone(CorrectBackend):
 
 
 class _ReadingMore(CorrectBackend):
-    """Reads some files at URLs that the sound backend refuses."""
+    """Reads some files at URLs that the correct backend refuses."""
 
     def accepted(self, sent: bytes) -> bytes:
         """Return the file to read in place of what a server sent."""

@@ -101,13 +101,13 @@ def try_mutants(backend: str, mutants: Sequence[Mutant]) -> Iterator[MutantResul
     unknown = {mutant.caught_by for mutant in mutants} - cases.keys()
     if unknown:
         raise LookupError(f"mutants are meant for cases that there are not: {', '.join(sorted(unknown))}")
-    sound = _verdicts_of_the_sound_engine(backend, [cases[mutant.caught_by] for mutant in mutants])
+    correct = _verdicts_of_the_correct_engine(backend, [cases[mutant.caught_by] for mutant in mutants])
     for mutant in mutants:
-        before = sound[mutant.caught_by]
+        before = correct[mutant.caught_by]
         if mutant.needs is not None and before.verdict is Verdict.REFUSED:
             continue
         if before.verdict not in (Verdict.PASSED, Verdict.REFUSED):
-            yield MutantResult(mutant, False, f"the sound engine does not pass either: {before.judgement.message}")
+            yield MutantResult(mutant, False, f"the correct engine does not pass either: {before.judgement.message}")
             continue
         yield _judge(mutant, _execute(backend, mutant, cases[mutant.caught_by]))
 
@@ -122,7 +122,7 @@ def _judge(mutant: Mutant, result: CaseResult) -> MutantResult:
     return MutantResult(mutant, True, message)
 
 
-def _verdicts_of_the_sound_engine(backend: str, cases: Sequence[Case]) -> Mapping[str, CaseResult]:
+def _verdicts_of_the_correct_engine(backend: str, cases: Sequence[Case]) -> Mapping[str, CaseResult]:
     with Runner(suite_of_mutant(backend, None)(), profile=_PROFILE) as runner:
         return {case.id: runner.execute(case) for case in {case.id: case for case in cases}.values()}
 
@@ -138,12 +138,12 @@ def _execute(backend: str, mutant: Mutant, case: Case) -> CaseResult:
 
 
 def suite_of_mutant(backend: str, mutant: Mutant | None) -> type[Suite]:
-    """Return the suite of ``backend`` spoiled as ``mutant`` says, or of the sound one."""
-    sound = suite_of(backend)
+    """Return the suite of ``backend`` spoiled as ``mutant`` says, or of the correct one."""
+    correct = suite_of(backend)
     # A spoiled class exists in this process alone, so that a backend that asks for a process of its own runs here too.
     is_hosted = registry.load_backend(backend).endangers_its_process
 
-    class MutantSuite(sound):  # type: ignore[valid-type, misc]
+    class MutantSuite(correct):  # type: ignore[valid-type, misc]
         """The suite of a backend that is spoiled in one way."""
 
         isolation = None if is_hosted else Isolation.INLINE
@@ -156,7 +156,7 @@ def suite_of_mutant(backend: str, mutant: Mutant | None) -> type[Suite]:
             if mutant is None:
                 return engine
             if mutant.spoil_engine is not None:
-                # The page is concrete and made in one place, so a spoiled one is the sound one with another class.
+                # The page is concrete and made in one place, so a spoiled one is the correct one with another class.
                 engine.__class__ = mutant.spoil_engine(type(engine))
             if mutant.spoil_part is not None:
                 kinds = mutant.spoil_part(PartKinds())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
+from pathlib import Path
 from typing import Final
 
 from drivetrain.backend.toolkit.model_folder import model_json
@@ -30,11 +31,11 @@ def folder_pooling(config: EngineConfig) -> PoolingMode | None:
     None as well for engines that do not embed.
 
     Raises:
-        InvalidConfig: The folder names several poolings, one that is no :class:`PoolingMode`, or a further layer.
+        InvalidConfig: The file is broken, or names several poolings, one that is no :class:`PoolingMode`, or a further
+            layer.
     """
-    modules = model_json(config, "modules.json") if config.task is Task.EMBED else None
     found: PoolingMode | None = None
-    for module in modules if isinstance(modules, list) else []:
+    for module in _modules(config) if config.task is Task.EMBED else []:
         kind = str(module.get("type", "")).rpartition(".")[2]
         if kind == "Pooling":
             found = _pooling(config, model_json(config, f"{module.get('path', '')}/config.json"))
@@ -45,6 +46,19 @@ def folder_pooling(config: EngineConfig) -> PoolingMode | None:
                 field="model",
             )
     return found
+
+
+def _modules(config: EngineConfig) -> list[Mapping[str, object]]:
+    modules = model_json(config, "modules.json")
+    if modules is None and not (Path(config.model).expanduser() / "modules.json").exists():
+        return []
+    if not isinstance(modules, list) or not all(isinstance(module, Mapping) for module in modules):
+        raise InvalidConfig(
+            f"model={shown(config.model)}: its modules.json is no JSON list of layers; mend it, or remove it for the "
+            "engine's own pooling",
+            field="model",
+        )
+    return modules
 
 
 def _pooling(config: EngineConfig, fields: object) -> PoolingMode:

@@ -14,11 +14,18 @@ from drivetrain.types.outputs import VersionSpan
 from drivetrain.types.sampling import LogprobsMode, SamplingParams
 
 _NONE: Final[Mapping[str, str]] = MappingProxyType({})
+_OF_A_GRAMMAR: Final = ("grammar", "schema", "regex")
 
 
 def wants_experts(params: SamplingParams) -> bool:
     """Return whether a request asks for the experts of any token."""
     return params.return_routed_experts or params.return_prompt_routed_experts
+
+
+def refused_field(error: BaseException) -> str:
+    """Return the field that an engine's refusal of a request is about, by the error's words: its grammar, or any."""
+    words = str(error).lower()
+    return "sampling_params.structured_output" if any(word in words for word in _OF_A_GRAMMAR) else "sampling_params"
 
 
 def with_engine_kwargs(
