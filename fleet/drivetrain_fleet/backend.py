@@ -97,10 +97,10 @@ class FleetBackend(Backend):
         resume: bool,
     ) -> None:
         super().__init__(fleet_config([engine.config for engine in engines.values()]))
-        vars(self)["name"] = self.config.backend
+        self.name = self.config.backend
         streams = all(Capability.STREAMING in engine.capabilities for engine in engines.values())
         resumes = resume and streams
-        vars(self)["native_stops"] = frozenset() if resumes else native_stops(engines.values())
+        self.native_stops = frozenset() if resumes else native_stops(engines.values())
         self.members = Members()
         self.router = Router(routing)
         timeouts = self.config.timeouts
@@ -172,7 +172,7 @@ class FleetBackend(Backend):
         self.updates.serve(FleetWeights(first.get_weight_version(), _source_of(first)))
         for member in members:
             self._enter(member, known=member is members[0])
-        vars(self)["counts_resumed_tokens"] = all(member.counts_resumed_tokens for member in members)
+        self.counts_resumed_tokens = all(member.counts_resumed_tokens for member in members)
         self._model = fleet_model([member.engine.model_info for member in members])
         return replace(self._model, weight_version=self.updates.weights.version)
 

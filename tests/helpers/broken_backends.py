@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
 
 from drivetrain import FinishReason, GenerateRequest, GenerateResult, PauseMode, hookimpl
 from drivetrain.backend.base import Backend
@@ -13,7 +12,7 @@ from drivetrain_transformers.engine import TransformersBackend
 class LosesAborted(TransformersBackend):
     """An aborted request loses its tokens."""
 
-    name: ClassVar[str] = "loses-aborted"
+    name = "loses-aborted"
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         result = await super().generate(request)
@@ -25,7 +24,7 @@ class LosesAborted(TransformersBackend):
 class NeverFreezes(TransformersBackend):
     """A pause does not freeze requests."""
 
-    name: ClassVar[str] = "never-freezes"
+    name = "never-freezes"
 
     async def freeze(self, mode: PauseMode) -> None:
         pass
@@ -34,7 +33,7 @@ class NeverFreezes(TransformersBackend):
 class KeepsStaleCache(TransformersBackend):
     """Cache entries from older weights are reused."""
 
-    name: ClassVar[str] = "keeps-stale-cache"
+    name = "keeps-stale-cache"
 
     async def freeze(self, mode: PauseMode) -> None:
         await super().freeze(PauseMode.IN_PLACE)

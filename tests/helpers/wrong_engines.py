@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -47,7 +47,7 @@ class Spoiled(TransformersBackend):
 class WrongActivation(Spoiled):
     """One layer's MLP computes another activation than the model's."""
 
-    name: ClassVar[str] = "wrong-activation"
+    name = "wrong-activation"
 
     def spoil(self, module: nn.Module) -> None:
         self.layer.mlp.act_fn = nn.GELU()
@@ -56,7 +56,7 @@ class WrongActivation(Spoiled):
 class SlightlyWrongActivation(Spoiled):
     """One layer's MLP is a little too large."""
 
-    name: ClassVar[str] = "slightly-wrong-activation"
+    name = "slightly-wrong-activation"
 
     def spoil(self, module: nn.Module) -> None:
         self.layer.mlp.register_forward_hook(lambda _, inputs, output: output * 1.08)
@@ -65,7 +65,7 @@ class SlightlyWrongActivation(Spoiled):
 class NoRope(Spoiled):
     """One layer's attention does not rotate keys and queries by their positions."""
 
-    name: ClassVar[str] = "no-rope"
+    name = "no-rope"
 
     def spoil(self, module: nn.Module) -> None:
         def without_positions(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -78,7 +78,7 @@ class NoRope(Spoiled):
 class IgnoresWindows(Spoiled):
     """Attention sees all tokens where the model has sliding windows."""
 
-    name: ClassVar[str] = "ignores-windows"
+    name = "ignores-windows"
 
     def spoil(self, module: nn.Module) -> None:
         config: Any = module.config
@@ -112,7 +112,7 @@ class _GivesHiddenStates(Spoiled):
 class WrongHead(_GivesHiddenStates):
     """The head scales its logits."""
 
-    name: ClassVar[str] = "wrong-head"
+    name = "wrong-head"
 
     def spoil(self, module: nn.Module) -> None:
         head: Any = module.get_submodule("lm_head")
@@ -122,7 +122,7 @@ class WrongHead(_GivesHiddenStates):
 class WrongHeadWithoutUpdates(WrongHead):
     """The same, with an engine that takes no weights."""
 
-    name: ClassVar[str] = "wrong-head-without-updates"
+    name = "wrong-head-without-updates"
 
     @classmethod
     def capabilities(cls, config: EngineConfig) -> frozenset[Capability]:
@@ -133,7 +133,7 @@ class WrongHeadWithoutUpdates(WrongHead):
 class WrongNorm(_GivesHiddenStates):
     """The final norm divides by a smaller number."""
 
-    name: ClassVar[str] = "wrong-norm"
+    name = "wrong-norm"
 
     def spoil(self, module: nn.Module) -> None:
         norm: Any = module.get_submodule("model.norm")
@@ -143,7 +143,7 @@ class WrongNorm(_GivesHiddenStates):
 class WrongLoading(Spoiled):
     """One tensor is loaded with other values than the checkpoint's."""
 
-    name: ClassVar[str] = "wrong-loading"
+    name = "wrong-loading"
 
     def spoil(self, module: nn.Module) -> None:
         with torch.no_grad():
@@ -153,7 +153,7 @@ class WrongLoading(Spoiled):
 class DropsATensor(Spoiled):
     """An update leaves one tensor as it was, and reports success."""
 
-    name: ClassVar[str] = "drops-a-tensor"
+    name = "drops-a-tensor"
     _kept: torch.Tensor | None = None
 
     async def receive_weights(self, message: WeightMessage) -> WeightReply:
@@ -170,7 +170,7 @@ class DropsATensor(Spoiled):
 class KeepsStaleCache(Spoiled):
     """An update keeps the prefix cache that older weights made."""
 
-    name: ClassVar[str] = "keeps-a-stale-cache"
+    name = "keeps-a-stale-cache"
     _updating = False
 
     async def receive_weights(self, message: WeightMessage) -> WeightReply:
@@ -189,7 +189,7 @@ class KeepsStaleCache(Spoiled):
 class ClaimsACache(Spoiled):
     """Nothing is ever served from the prefix cache that is claimed."""
 
-    name: ClassVar[str] = "claims-a-cache"
+    name = "claims-a-cache"
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         await self.reset_prefix_cache()
@@ -199,7 +199,7 @@ class ClaimsACache(Spoiled):
 class DoesNotStart(Spoiled):
     """The engine fails while it starts."""
 
-    name: ClassVar[str] = "does-not-start"
+    name = "does-not-start"
 
     async def start(self, report: Callable[[str], None]) -> ModelInfo:
         raise EngineStartError("the engine ran into a wall")

@@ -91,11 +91,11 @@ _SEEN_S: Final = 1.0
 class SGLangBackend(WorkerBackend[Collected]):
     """Any model that SGLang serves. Needs a host process, which SGLang may end together with its children."""
 
-    name: ClassVar[str] = "sglang"
-    engine_distribution: ClassVar[str] = "sglang"
+    name = "sglang"
+    engine_distribution = "sglang"
     seen_working: ClassVar[tuple[str, str] | None] = SEEN_WORKING
     config_names: ClassVar[Mapping[str, str]] = CONFIG_NAMES
-    counts_resumed_tokens: ClassVar[bool] = True
+    counts_resumed_tokens = True
     endangers_its_process: ClassVar[bool] = True
 
     def __init__(self, config: EngineConfig) -> None:

@@ -59,7 +59,7 @@ _COLD: Final = 0.5
 class SGLangServerBackend(ServerBackend[ServerSays]):
     """A running SGLang server, as started by ``python -m sglang.launch_server``."""
 
-    name: ClassVar[str] = "sglang-server"
+    name = "sglang-server"
     kind: ClassVar[ServerKind] = KIND
     alive_path: ClassVar[str] = "/model_info"
     config_names: ClassVar[Mapping[str, str]] = CONFIG_NAMES

@@ -102,13 +102,13 @@ _OPENING_S: Final = 0.02
 class TransformersBackend(Backend):
     """Any causal LM that transformers loads, on the CPU or one GPU."""
 
-    name: ClassVar[str] = "transformers"
-    engine_distribution: ClassVar[str] = "transformers"
+    name = "transformers"
+    engine_distribution = "transformers"
     seen_working: ClassVar[tuple[str, str] | None] = SEEN_WORKING
     oldest_version: ClassVar[str | None] = SEEN_WORKING[0]
     config_names: ClassVar[Mapping[str, str]] = CONFIG_NAMES
-    counts_resumed_tokens: ClassVar[bool] = True
-    native_stops: ClassVar[frozenset[StopKind]] = frozenset(StopKind)
+    counts_resumed_tokens = True
+    native_stops = frozenset(StopKind)
     default_isolation: ClassVar[Isolation] = Isolation.INLINE
 
     def __init__(self, config: EngineConfig) -> None:

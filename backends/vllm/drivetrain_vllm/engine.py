@@ -96,11 +96,11 @@ def _distribution() -> str:
 class VLLMBackend(WorkerBackend[Collected]):
     """Any model that vLLM serves, in a host process of its own."""
 
-    name: ClassVar[str] = "vllm"
-    engine_distribution: ClassVar[str] = _distribution()
+    name = "vllm"
+    engine_distribution = _distribution()
     seen_working: ClassVar[tuple[str, str] | None] = SEEN_WORKING
     config_names: ClassVar[Mapping[str, str]] = CONFIG_NAMES
-    counts_resumed_tokens: ClassVar[bool] = True
+    counts_resumed_tokens = True
     endangers_its_process: ClassVar[bool] = True
 
     def __init__(self, config: EngineConfig) -> None:

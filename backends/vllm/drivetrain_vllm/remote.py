@@ -57,7 +57,7 @@ _PROBE: Final[Mapping[str, object]] = {"token_ids": [0], "sampling_params": {"ma
 class VLLMServerBackend(ServerBackend[ServerSays]):
     """A running vLLM server, as started by ``vllm serve``."""
 
-    name: ClassVar[str] = "vllm-server"
+    name = "vllm-server"
     kind: ClassVar[ServerKind] = KIND
     alive_path: ClassVar[str] = "/health"
     config_names: ClassVar[Mapping[str, str]] = CONFIG_NAMES

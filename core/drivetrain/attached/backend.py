@@ -35,9 +35,9 @@ class AttachedBackend(Backend):
 
     def __init__(self, handle: EngineHandle, facts: EngineFacts, patience: float) -> None:
         super().__init__(facts.config)
-        vars(self)["name"] = facts.config.backend
-        vars(self)["native_stops"] = facts.native_stops
-        vars(self)["counts_resumed_tokens"] = facts.counts_resumed_tokens
+        self.name = facts.config.backend
+        self.native_stops = facts.native_stops
+        self.counts_resumed_tokens = facts.counts_resumed_tokens
         self.facts = facts
         self.state: SharedState | None = None
         """The engine's newest state."""

@@ -184,18 +184,21 @@ class Backend(ABC):
 
     State: each primitive names the engine states in which it is called. "Open" is any state between ``start`` and
     ``close`` except FAILED: READY, PAUSED, ASLEEP, UPDATING and DIRTY.
+
+    A backend sets ``name``, ``engine_distribution``, ``native_stops`` and ``counts_resumed_tokens`` in its class. A
+    stand-in for an engine elsewhere, such as the backend in another process, sets them in each instance.
     """
 
-    name: ClassVar[str]
+    name: str
     """Name by which users select this backend."""
-    engine_distribution: ClassVar[str]
+    engine_distribution: str
     """Distribution that contains the engine, such as ``"sglang"``; its installed version is the engine's version."""
     config_names: ClassVar[Mapping[str, str]] = {}
     """:class:`EngineConfig` field → the engine's name for it. Fields that are set but not in this table are refused."""
-    native_stops: ClassVar[frozenset[StopKind]] = frozenset()
+    native_stops: frozenset[StopKind] = frozenset()
     """Text stops at which this engine ends generation itself, at the match or soon after. For other stops
     ``InferenceEngine`` streams the tokens, matches and aborts. In both cases it cuts ids and text exactly."""
-    counts_resumed_tokens: ClassVar[bool] = False
+    counts_resumed_tokens: bool = False
     """True if ``GenerateRequest.resumed_tokens`` is honoured: the next token is drawn as if the request had never been
     interrupted. A fleet then resumes requests with a seed, penalties or a temperature schedule at this engine."""
     default_isolation: ClassVar[Isolation] = Isolation.PROCESS

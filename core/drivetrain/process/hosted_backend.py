@@ -61,7 +61,7 @@ class HostedBackend(Backend):
     def __init__(self, config: EngineConfig, backend_name: str) -> None:
         super().__init__(config)
         # A class variable on the Backend page, set per instance here: this class stands in for any backend.
-        vars(self)["name"] = backend_name
+        self.name = backend_name
         self._host: HostProcess | None = None
         self._connection: HostConnection | None = None
         self._started = False
@@ -161,9 +161,9 @@ class HostedBackend(Backend):
             raise
         connection.open(open_for(self.config, self.name))
         welcome = await connection.welcome
-        vars(self)["native_stops"] = welcome.native_stops
-        vars(self)["counts_resumed_tokens"] = welcome.counts_resumed_tokens
-        vars(self)["engine_distribution"] = welcome.engine_distribution
+        self.native_stops = welcome.native_stops
+        self.counts_resumed_tokens = welcome.counts_resumed_tokens
+        self.engine_distribution = welcome.engine_distribution
         return cast(ModelInfo, await connection.call(_START, ()))
 
     # End -------------------------------------------------------------------------------------------------------------

@@ -71,7 +71,7 @@ class ServerBackend(Backend, Generic[Says]):
     kind: ClassVar[ServerKind]
     alive_path: ClassVar[str]
     """Path that a live server answers at once, however busy."""
-    engine_distribution: ClassVar[str] = "aiohttp"
+    engine_distribution = "aiohttp"
     default_isolation: ClassVar[Isolation] = Isolation.INLINE
 
     def __init__(self, config: EngineConfig) -> None:
