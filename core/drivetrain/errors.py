@@ -271,10 +271,11 @@ class WeightProbeFailed(WeightSyncError):
         self.gap = gap
 
 
-def _tree(root: type[DrivetrainError]) -> Iterable[type[DrivetrainError]]:
+def error_classes(root: type[DrivetrainError]) -> Iterable[type[DrivetrainError]]:
+    """Yield an error class and all of its subclasses, third parties' included."""
     yield root
     for child in root.__subclasses__():
-        yield from _tree(child)
+        yield from error_classes(child)
 
 
 _FIELDS: Final = (
@@ -300,7 +301,7 @@ def to_wire(error: DrivetrainError) -> tuple[str, str, dict[str, object]]:
 
 def from_wire(name: str, message: str, fields: dict[str, object]) -> DrivetrainError:
     """Rebuild an error from :func:`to_wire`'s result; an unknown class becomes :class:`EngineInternalError`."""
-    for cls in _tree(DrivetrainError):
+    for cls in error_classes(DrivetrainError):
         if cls.__name__ == name:
             error = cls(message)
             for key, value in fields.items():

@@ -112,7 +112,7 @@ def _iterating(
     @functools.wraps(call)
     def iterating(page: SyncEngine, /, *args: _P.args, **kwargs: _P.kwargs) -> Iterator[_R]:
         own: Callable[_P, AsyncGenerator[_R, None]] = getattr(page.engine, call.__name__)
-        return page._iterated(own(*args, **kwargs))
+        return page.iterate(own(*args, **kwargs))
 
     return iterating
 
@@ -171,7 +171,12 @@ class SyncEngine:
         """Stop the engine."""
         self.teardown()
 
-    def _iterated(self, stream: AsyncGenerator[_R, None]) -> Iterator[_R]:
+    def iterate(self, stream: AsyncGenerator[_R, None]) -> Iterator[_R]:
+        """Read an asynchronous generator in the engine's event loop; leaving the iteration closes it.
+
+        Raises:
+            EngineStateError: The engine was closed, or the caller is a callback in the engine's own thread.
+        """
         pieces: queue.SimpleQueue[tuple[_R] | None] = queue.SimpleQueue()
 
         async def take() -> None:

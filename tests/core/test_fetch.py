@@ -20,7 +20,6 @@ from urllib.parse import unquote
 import pytest
 
 from drivetrain import DeadlineExceeded, EngineConfig, ImageInput, InvalidRequest, UnsupportedCapability, VideoInput
-from drivetrain.media import fetch as fetching
 from drivetrain.media.inputs import read_bytes
 
 BODY = bytes(range(256)) * 16
@@ -248,13 +247,13 @@ def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
 @pytest.fixture
 def loopback_is_public(monkeypatch: pytest.MonkeyPatch) -> None:
     """Count 127.0.0.1 as public, as no public server can be reached here."""
-    original = fetching._require_public
-
-    def require(host: str, address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> None:
-        if str(address) != "127.0.0.1":
-            original(host, address)
-
-    monkeypatch.setattr(fetching, "_require_public", require)
+    original = ipaddress.IPv4Address.is_global
+    loopback = ipaddress.IPv4Address("127.0.0.1")
+    monkeypatch.setattr(
+        ipaddress.IPv4Address,
+        "is_global",
+        property(lambda address: address == loopback or original.__get__(address)),
+    )
 
 
 @pytest.mark.usefixtures("loopback_is_public")

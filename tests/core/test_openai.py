@@ -43,7 +43,7 @@ from drivetrain import (
     VideoInput,
 )
 from drivetrain.backend.base import EngineStats
-from drivetrain.errors import DrivetrainError, NonFiniteLogits, _tree
+from drivetrain.errors import DrivetrainError, NonFiniteLogits, error_classes
 from drivetrain.openai import ChatPayload, CompletionPayload, ParsedText, error_body, parse_tool_calls
 from drivetrain.openai.choices import chat_logprobs, completion_logprobs
 from drivetrain.openai.engine_calls import Call, chat_call, completion_call
@@ -374,7 +374,7 @@ def test_one_of_several_prompts_is_named_by_its_place() -> None:
 
 def test_every_error_has_a_status_and_openais_body() -> None:
     statuses = {}
-    for cls in _tree(DrivetrainError):
+    for cls in error_classes(DrivetrainError):
         status, body = error_body(cls("what went wrong"))
         assert json.loads(json.dumps(body)) == body
         assert set(body) == {"error"}

@@ -128,7 +128,7 @@ async def test_videos_become_patches_of_the_frames_that_their_processor_picks(
     architecture: str, seconds: float | None, tmp_path: Path
 ) -> None:
     made = reader(tiny_model(architecture))
-    vars(made)["_video_processor"] = Halves()
+    made.video_processor = Halves()
     path = tmp_path / "video.mkv"
     with av.open(str(path), "w") as container:
         stream = container.add_stream("ffv1", rate=8)
@@ -154,7 +154,7 @@ async def test_videos_become_patches_of_the_frames_that_their_processor_picks(
 
 async def test_bytes_that_are_an_image_and_a_video_have_two_names() -> None:
     made = reader(tiny_model("qwen2_vl"))
-    vars(made)["_video_processor"] = Halves()
+    made.video_processor = Halves()
     file = BytesIO()
     shown = [Image.new("RGB", (64, 64), (value, 0, 0)) for value in (0, 255)]
     shown[0].save(file, "GIF", save_all=True, append_images=shown[1:], duration=125)
@@ -200,22 +200,19 @@ async def test_what_is_no_image_is_refused() -> None:
 
 async def test_an_image_is_cut_into_patches_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made = reader(tiny_model("qwen2_5_vl"))
-    done: list[bytes] = []
-    original = made._made
+    first, second, third = image(56, 56), image(56, 56, 5), image(56, 56, 7)
 
-    def recorded(medium: ImageInput, data: bytes, name: str, left: threading.Event) -> Patches:
-        done.append(data)
-        return original(medium, data, name, left)
-
-    monkeypatch.setattr(made, "_made", recorded)
-    first, second = image(56, 56), image(56, 56, 5)
-    for _ in range(2):
+    async def patches() -> list[Patches]:
         await made.read([first, second])
-        assert len({patches.name for patches in (await made.patches([first, second])).images}) == 2
-    assert done == [first.data, second.data]
+        return [*(await made.patches([first, second])).images]
+
+    seen = await patches()
+    assert len({one.name for one in seen}) == 2
+    assert all(one is other for one, other in zip(await patches(), seen, strict=True))
     monkeypatch.setattr(media_reader, "HELD_BYTES", 0)
-    await made.read([image(56, 56, 7)])
-    assert len(made._held) == 1
+    (newest,) = (await made.patches([third])).images
+    assert (await made.patches([third])).images[0] is newest, "the newest is kept however large it is"
+    assert all(one is not other for one, other in zip(await patches(), seen, strict=True))
 
 
 def test_no_request_goes_without_its_images() -> None:
@@ -331,6 +328,7 @@ class Quarters(Halves):
     """A video processor that reports the number of patches it makes, as Qwen's do."""
 
     do_sample_frames = False
+    cap_pixels_per_frame: bool | None = True
     size: ClassVar = {"shortest_edge": 1000, "longest_edge": 2000}
     asked: ClassVar[list[tuple[object, ...]]] = []
 
@@ -354,12 +352,12 @@ def film(frames: int, folder: Path) -> VideoInput:
 
 async def test_a_video_that_cannot_fit_the_context_is_refused_before_its_frames_are_kept(tmp_path: Path) -> None:
     made = reader(tiny_model("qwen2_vl"), context_length=39)
-    vars(made)["_video_processor"] = Quarters()
+    made.video_processor = processor = Quarters()
     with pytest.raises(InvalidRequest, match="4 of its frames take 40 tokens or more; the context holds 39"):
         await made.read([film(6, tmp_path)])
     # Processors that shrink the frames of long videos use fewer tokens than they report.
     assert Quarters.asked[-1] == (4, 16, 32, {"shortest_edge": 1000, "longest_edge": 1050})
-    made._video_processor.cap_pixels_per_frame = None
+    processor.cap_pixels_per_frame = None
     with pytest.raises(InvalidRequest, match="the context holds 39"):
         await made.read([film(6, tmp_path)])
     assert Quarters.asked[-1] == (4, 16, 32, Quarters.size)
@@ -372,7 +370,7 @@ async def test_a_video_is_bounded_by_the_configuration(tmp_path: Path) -> None:
         ({"max_video_pixels": 6 * 16 * 32 - 1}, r"6 of its frames have 32 by 16 .*\(media\.max_video_pixels\)"),
     ):
         made = reader(tiny_model("qwen2_vl"), 4096, **bounds)
-        vars(made)["_video_processor"] = Quarters()
+        made.video_processor = Quarters()
         with pytest.raises(InvalidRequest, match=why):
             await made.read([film(6, tmp_path)])
 
@@ -395,7 +393,7 @@ async def test_decoding_has_a_deadline_and_ends_with_the_request(
     monkeypatch.setattr(qwen_vision, "decoded", endless)
     settings = config(tiny_model("qwen2_vl"), timeouts={"media": 0.3})
     made = VisionReader(settings, AutoConfig.from_pretrained(settings.model), 4096)
-    vars(made)["_video_processor"] = Quarters()
+    made.video_processor = Quarters()
     video = film(3, tmp_path)
     with pytest.raises(DeadlineExceeded, match=r"timed out after 0\.3 s waiting for the video .* to be decoded"):
         await made.read([video])

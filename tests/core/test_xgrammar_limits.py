@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, Field
 
-from drivetrain.backend.toolkit import xgrammar_limits
-from drivetrain.backend.toolkit.xgrammar_limits import ignored_anchors, ignored_keywords
+from drivetrain.backend.toolkit.xgrammar_limits import KNOWN_KEYWORDS, ignored_anchors, ignored_keywords
 
 INTEGER = {"type": "integer"}
 A, B = {"const": 1}, {"const": 2}
@@ -125,9 +124,7 @@ def test_anchors_that_xgrammar_ignores_are_found(expression: str, found: list[st
 
 
 KEYWORDS = sorted(
-    {"$ref", "$defs", "type", "required", "properties", "patternProperties", "const", "enum", "oneOf"}
-    | {*xgrammar_limits._ALONE, *xgrammar_limits._IGNORED, *xgrammar_limits._LISTS, *xgrammar_limits._NUMBERS}
-    | {*xgrammar_limits._OBJECTS, *xgrammar_limits._TEXTS}
+    {"$ref", "$defs", "type", "required", "properties", "patternProperties", "const", "enum", "oneOf"} | KNOWN_KEYWORDS
 )
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.sampled_from(["string", "object", "date", "#/$defs/a", "x"]),

@@ -11,6 +11,8 @@ from typing import ParamSpec
 import torch
 
 from drivetrain import InferenceEngine, SamplingParams
+from drivetrain.attached.backend import AttachedBackend
+from drivetrain.attached.owner import Owner
 from drivetrain_conformance.harness.testbench import TooLate
 
 _P = ParamSpec("_P")
@@ -62,6 +64,13 @@ async def _until(engine: InferenceEngine, holds: Callable[[int], bool], wanted: 
     while not holds(running := (await engine.stats()).running):
         assert now() < deadline, f"{running} samples run after {within} s; expected {wanted}"
         await asyncio.sleep(0.005)
+
+
+def owner_of(engine: InferenceEngine) -> Owner:
+    """Return the connection of an attached engine to its owner."""
+    backend = engine.parts.backend
+    assert isinstance(backend, AttachedBackend)
+    return backend.owner
 
 
 async def until(condition: Callable[[], bool | Awaitable[bool]]) -> None:

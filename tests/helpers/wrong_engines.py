@@ -35,7 +35,7 @@ class Spoiled(TransformersBackend):
     @property
     def module(self) -> nn.Module:
         """The module that the engine runs."""
-        return self._running.model.module
+        return self.runner.model.module
 
     @property
     def layer(self) -> Any:

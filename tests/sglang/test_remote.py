@@ -303,6 +303,6 @@ def test_refusals_over_http_are_told_apart() -> None:
     assert isinstance(refusal(404, b'{"detail": "Not Found"}', "/x", KIND), EngineInternalError)
 
 
-def test_a_capability_that_needs_the_inside_is_not_claimed() -> None:
+async def test_a_capability_that_needs_the_inside_is_refused() -> None:
     with pytest.raises(UnsupportedCapability):
-        raise SGLangServerBackend(config())._unsupported(Capability.READ_WEIGHTS)
+        await SGLangServerBackend(config()).read_weight("lm_head.weight")

@@ -53,7 +53,7 @@ def manager(monkeypatch: pytest.MonkeyPatch) -> Manager:
 @pytest.fixture
 def backend(manager: Manager) -> SGLangBackend:
     made = SGLangBackend(EngineConfig(backend="sglang", model="none", device="cpu", weight_version="first"))
-    made._engine = SimpleNamespace(tokenizer_manager=manager)
+    made.engine = SimpleNamespace(tokenizer_manager=manager)
     return made
 
 

@@ -11,8 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM
 from verl.workers.config import CheckpointEngineConfig, HFModelConfig, RolloutConfig
 
-from drivetrain import EngineState, InvalidConfig, WeightPlanMismatch, attach
+from drivetrain import EngineState, InferenceEngine, InvalidConfig, WeightPlanMismatch, attach
 from drivetrain.testing import tiny_model
+from drivetrain_trainers.verl import rollout
 from drivetrain_trainers.verl.rollout import DrivetrainRollout
 from drivetrain_trainers.verl.server import EngineServer
 
@@ -66,12 +67,17 @@ def with_a_rank(
         server = EngineServer(config, model, "hybrid")
         await server.start()
         rank = DrivetrainRollout(config, model, None)
-        rank._engine = await attach(await server.handle())  # without Ray's actor between
+        attached = await attach(await server.handle())
+
+        async def attach_to(name: str) -> InferenceEngine:
+            return attached  # without Ray's actor between
+
+        monkeypatch.setattr(rollout, "attach_to", attach_to)
         try:
             await asyncio.wait_for(test(rank, server), 120)
         finally:
-            await rank._engine.teardown()
-            await server._engine.teardown()
+            await attached.teardown()
+            await server.engine.teardown()
 
     asyncio.run(run())
 
@@ -80,7 +86,7 @@ def test_a_step_of_training_sleeps_wakes_and_pushes(monkeypatch: pytest.MonkeyPa
     async def test(rank: DrivetrainRollout, server: EngineServer) -> None:
         for step, asynchronous in enumerate([False, True, False]):
             await server.sleep()
-            assert server._engine.state is EngineState.ASLEEP
+            assert server.engine.state is EngineState.ASLEEP
             await rank.resume(["weights"])
             gather = Gather(tensors())
             await rank.update_weights(gather.later() if asynchronous else iter(gather), global_steps=step)
@@ -90,7 +96,7 @@ def test_a_step_of_training_sleeps_wakes_and_pushes(monkeypatch: pytest.MonkeyPa
             output = await server.generate([5, 6], {"max_tokens": 2, "ignore_eos": True}, "a")
             assert output.extra_fields["global_steps"] == step
         await rank.release()
-        assert server._engine.state is EngineState.ASLEEP
+        assert server.engine.state is EngineState.ASLEEP
 
     with_a_rank(monkeypatch, test, "float32")
 
@@ -100,7 +106,7 @@ def test_float32_weights_are_rounded_to_the_dtype_of_the_rollout(monkeypatch: py
         given = {name: tensor + 0.001 for name, tensor in tensors().items()}
         await rank.update_weights(iter(Gather(given)), global_steps=1)
         name = next(iter(given))
-        kept = (await server._engine.get_weights_by_name(name)).data
+        kept = (await server.engine.get_weights_by_name(name)).data
         rounded = given[name].bfloat16().view(torch.uint8).numpy().tobytes()
         assert kept == rounded
 
@@ -111,7 +117,7 @@ def test_without_a_step_the_version_stays(monkeypatch: pytest.MonkeyPatch) -> No
     async def test(rank: DrivetrainRollout, server: EngineServer) -> None:
         await rank.update_weights(iter(Gather(tensors())), global_steps=4)
         await rank.update_weights(iter(Gather(tensors())))
-        assert server._engine.get_weight_version() == "4"
+        assert server.engine.get_weight_version() == "4"
 
     with_a_rank(monkeypatch, test, "float32")
 
@@ -129,7 +135,7 @@ def test_a_refused_push_reads_to_the_end_and_the_engine_serves_on(monkeypatch: p
 
 def test_a_push_to_a_dead_engine_reads_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(rank: DrivetrainRollout, server: EngineServer) -> None:
-        await server._engine.teardown()
+        await server.engine.teardown()
         gather = Gather(tensors())
         with pytest.raises(Exception, match="engine"):
             await rank.update_weights(iter(gather), global_steps=1)

@@ -74,10 +74,9 @@ def test_one_push_updates_the_engines_of_all_replicas(count: int, monkeypatch: p
             await update(list(servers.values()), trainer, {"surprise": torch.zeros(2), **weights()}, 2)
         for server in servers.values():
             assert (await server.generate([5, 6], {"max_tokens": 2}, "a")).extra_fields["global_steps"] == 1
-        assert trainer._pusher is not None
-        await trainer._pusher[1].close()
+        await trainer.close()
         for server in servers.values():
-            await server._engine.teardown()
+            await server.engine.teardown()
 
     asyncio.run(asyncio.wait_for(run(), 200))
 

@@ -60,7 +60,7 @@ def with_a_server(test: Callable[[EngineServer], Awaitable[None]], path: str = M
         try:
             await asyncio.wait_for(test(one), 120)
         finally:
-            await one._engine.teardown()
+            await one.engine.teardown()
 
     asyncio.run(run())
 
@@ -108,7 +108,7 @@ def test_a_teacher_scores_a_prompt_as_verl_asks_it_to(top_k: int) -> None:
         assert torch.allclose(logprobs[:-1], expected.gather(1, ids[:-1].long()), atol=1e-4)
         assert torch.allclose(logprobs[:-1], expected.topk(max(top_k, 1)).values, atol=1e-4) or not top_k
         by_lists = SamplingParams(max_new_tokens=1, prompt_logprobs=top_k)
-        (completion,) = (await one._engine.generate([sequence], by_lists)).completions
+        (completion,) = (await one.engine.generate([sequence], by_lists)).completions
         fields = score_fields(completion, top_k)
         assert fields["prompt_ids"].tolist() == ids.tolist()
         assert torch.allclose(torch.tensor(fields["prompt_logprobs"]), logprobs, atol=1e-5)
@@ -141,7 +141,7 @@ def test_aborted_requests_come_back_and_later_ones_wait() -> None:
         assert [output.stop_reason for output in outputs] == ["aborted"] * 3
         later = asyncio.create_task(one.generate(PROMPT, {"max_tokens": 2}, "later"))
         await one.sleep()  # as verl does after an abort: nothing is in flight
-        assert one._engine.state is EngineState.ASLEEP
+        assert one.engine.state is EngineState.ASLEEP
         assert not later.done()
         engine = await attach(await one.handle())
         await engine.wake_up(["weights"])
@@ -180,7 +180,7 @@ def test_without_free_cache_engine_nothing_sleeps() -> None:
     async def test(one: EngineServer) -> None:
         await one.sleep()
         await one.release_kv_cache()
-        assert one._engine.state is EngineState.READY
+        assert one.engine.state is EngineState.READY
         assert (await one.generate(PROMPT, {"max_tokens": 2}, "a")).token_ids
 
     with_a_server(test, free_cache_engine=False)
@@ -217,7 +217,7 @@ if BACKEND != "transformers":
         async def test(one: EngineServer) -> None:
             prompt = TokenPrompt(token_ids=(5, begin, image, end, 6), media=(ImageInput.from_pil(picture),))
             greedy = SamplingParams(temperature=0, max_new_tokens=6, ignore_eos=True)
-            expected = (await one._engine.generate([prompt], greedy)).completions[0]
+            expected = (await one.engine.generate([prompt], greedy)).completions[0]
             assert len(expected.prompt_token_ids) == 4 + 2 * 3
             given = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
             output = await one.generate(expected.prompt_token_ids, dict(given), "a", image_data=[picture])

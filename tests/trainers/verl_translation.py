@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import inspect
 from pathlib import Path
@@ -113,12 +114,15 @@ def test_a_replica_on_several_nodes_and_a_reward_model_are_refused() -> None:
         config = rollout(tensor_model_parallel_size=2 if not kind else 1)
         return DrivetrainReplica(0, config, None, gpus_per_node=gpus_per_node, **kind)
 
-    with pytest.raises(InvalidConfig, match="asks for 2 GPUs a replica, on 2 nodes of 1; expected one node"):
-        replica()._refuse()
-    replica(gpus_per_node=2)._refuse()
-    with pytest.raises(InvalidConfig, match="verl asks reward models by HTTP"):
-        replica(is_reward_model=True)._refuse()
-    replica(is_teacher_model=True)._refuse()
+    for made, refusal in (
+        (replica(), "asks for 2 GPUs a replica, on 2 nodes of 1; expected one node"),
+        (replica(is_reward_model=True), "verl asks reward models by HTTP"),
+        # Accepted, but verl has not given them workers yet:
+        (replica(gpus_per_node=2), "the workers of replica 0 are on 0 nodes"),
+        (replica(is_teacher_model=True), "the workers of replica 0 are on 0 nodes"),
+    ):
+        with pytest.raises(InvalidConfig, match=refusal):
+            asyncio.run(made.launch_servers())
 
 
 def test_a_teacher_takes_verls_defaults_and_is_refused_by_its_own_names(model: HFModelConfig) -> None:

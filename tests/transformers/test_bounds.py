@@ -226,18 +226,24 @@ async def test_a_request_is_under_way_while_its_prompt_is_read(open_engine: Open
 
 
 async def test_a_scheduler_that_does_not_come_back_from_a_step_is_found_out(open_engine: OpenEngine) -> None:
-    goes_on = threading.Event()
+    goes_on, threads = threading.Event(), list[threading.Thread]()
     timeouts = {"step": 0.5, "weight_update": 0.5, "close": 0.5}
     async with open_engine(timeouts=timeouts) as engine:
         backend = engine.parts.backend
         assert isinstance(backend, TransformersBackend)
-        runner = backend._running
-        runner.scheduler.step = goes_on.wait  # type: ignore[assignment,method-assign]
+        runner = backend.runner
+
+        def step() -> None:
+            threads.append(threading.current_thread())
+            goes_on.wait()
+
+        runner.scheduler.step = step  # type: ignore[method-assign]
         with pytest.raises(EngineDied, match=r"made no step for 0\.5 s, with 2 requests in flight"):
             await engine.generate([[1, 2], [3, 4]])
         assert engine.state is EngineState.FAILED
     # The engine was closed though its thread cannot be ended.
-    assert runner._thread.is_alive()
+    (thread,) = threads
+    assert thread.is_alive()
     goes_on.set()
-    runner._thread.join(240)
-    assert not runner._thread.is_alive()
+    thread.join(240)
+    assert not thread.is_alive()

@@ -49,6 +49,7 @@ PARAMS = [
     for index in range(len(PROMPTS))
 ]
 OTHERS = SamplingParams(max_new_tokens=200, ignore_eos=True)
+OTHER_IDS = [f"other-{number}" for number in range(len(PROMPTS))]
 SHORT = CHUNK + 10
 """Longest sequence for the short factors of the longrope model: rows reach it while they generate."""
 
@@ -100,7 +101,7 @@ async def alone(engine: InferenceEngine) -> list[object]:
 def scheduler_of(engine: InferenceEngine) -> Scheduler:
     backend = engine.parts.backend
     assert isinstance(backend, TransformersBackend)
-    return backend._running.scheduler
+    return backend.runner.scheduler
 
 
 Meanwhile = Callable[[Scheduler], None]
@@ -115,10 +116,9 @@ def retract(scheduler: Scheduler) -> None:
 
 def abort_others(scheduler: Scheduler) -> None:
     """Abort requests that are not compared."""
-    running = scheduler._running
-    others = [one.request.request_id for one in running if one.request.max_new_tokens == OTHERS.max_new_tokens]
-    assert others
-    scheduler.abort(others)
+    running = scheduler.running
+    scheduler.abort(OTHER_IDS)
+    assert scheduler.running < running
 
 
 @contextmanager
@@ -159,7 +159,7 @@ async def test_nothing_else_changes_a_bit(name: str) -> None:
         assert await alone(engine) == wanted, "cached prefixes change bits"
         with before_steps(engine, (18, 42, 63), retract):
             await check(engine, wanted, [*everyone[::-1], *everyone])
-        others = asyncio.create_task(engine.generate(PROMPTS, OTHERS))
+        others = asyncio.create_task(engine.generate(PROMPTS, OTHERS, request_ids=OTHER_IDS))
         with before_steps(engine, [30], abort_others):
             await check(engine, wanted, everyone)
         await others

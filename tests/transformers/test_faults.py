@@ -34,21 +34,21 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 def model_of(engine: InferenceEngine) -> LoadedModel:
     backend = cast(TransformersBackend, engine.parts.backend)
-    return backend._running.model
+    return backend.runner.model
 
 
 def limit_rows(model: LoadedModel, most: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Make every forward pass of more than ``most`` rows run out of memory; return the sizes that were tried."""
     tried: list[int] = []
-    inner = model._forward
+    inner = model.module.forward
 
-    def forward(tokens: torch.Tensor, *args: object, **kwargs: object) -> Computed:
-        tried.append(tokens.shape[0])
-        if tokens.shape[0] > most:
+    def forward(input_ids: torch.Tensor, **arguments: object) -> object:
+        tried.append(len(input_ids))
+        if len(input_ids) > most:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
-        return inner(tokens, *args, **kwargs)  # type: ignore[arg-type]
+        return inner(input_ids=input_ids, **arguments)
 
-    monkeypatch.setattr(model, "_forward", forward)
+    monkeypatch.setattr(model.module, "forward", forward)
     return tried
 
 
@@ -94,16 +94,16 @@ async def test_a_stream_out_of_memory_is_tried_again_until_a_chunk_was_shown(
     params = SamplingParams(max_new_tokens=6, temperature=0, ignore_eos=True)
     async with open_engine() as engine:
         whole = (await engine.generate("streamed", params)).completions[0]
-        model, fits = model_of(engine), iter([False, False, True, True, *[False] * 50])
-        inner = model._forward
+        module, fits = model_of(engine).module, iter([False, False, True, True, *[False] * 50])
+        inner = module.forward
 
-        def forward(*args: object, **kwargs: object) -> Computed:
+        def forward(**arguments: object) -> object:
             if not next(fits, True):
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
-            return inner(*args, **kwargs)  # type: ignore[arg-type]
+            return inner(**arguments)
 
         with monkeypatch.context() as patch:
-            patch.setattr(model, "_forward", forward)
+            patch.setattr(module, "forward", forward)
             shown: list[int] = []
 
             async def read() -> None:
@@ -225,7 +225,7 @@ async def test_a_thread_that_fails_ends_the_engine_at_once(
         params = SamplingParams(max_new_tokens=900, ignore_eos=True)
         waiting = asyncio.create_task(engine.generate("x", params, request_ids=["r"]))
         await until_running(engine, 1)
-        monkeypatch.setattr(backend._running.scheduler, "abort", broken)
+        monkeypatch.setattr(backend.runner.scheduler, "abort", broken)
         await engine.abort("r")
         with pytest.raises(EngineDied, match="thread of the transformers engine failed: RuntimeError: a command that"):
             async with asyncio.timeout(HANGING):
@@ -237,7 +237,7 @@ async def test_a_thread_that_fails_ends_the_engine_at_once(
 
 async def test_what_is_asked_while_the_engine_closes_does_not_wait(open_engine: OpenEngine) -> None:
     async with open_engine() as engine:
-        runner = cast(TransformersBackend, engine.parts.backend)._running
+        runner = cast(TransformersBackend, engine.parts.backend).runner
     async with asyncio.timeout(HANGING):
         with pytest.raises(EngineInternalError, match="the engine was closed meanwhile"):
             await runner.call(lambda: None)

@@ -34,15 +34,13 @@ from drivetrain import (
     UnsupportedCapability,
     create_engine,
 )
-from drivetrain.media.qwen_vision import VisionReader
 from drivetrain.testing import VISION_ARCHITECTURES, tiny_model
 from drivetrain_conformance.assets.made_adapters import change_adapter, make_adapter, merge
 from drivetrain_conformance.harness.testbench import check_held
 from drivetrain_conformance.references.oracle import mrope_positions
-from drivetrain_transformers import TransformersBackend
+from drivetrain_transformers import TransformersBackend, vision
 from drivetrain_transformers.row_media import MediaPass, Padded, PlacedMedium, RowMedia
 from drivetrain_transformers.translate import media_capabilities
-from drivetrain_transformers.vision import Vision
 from engines import HANGING, tried_again, until_running
 from media_prompts import (
     END,
@@ -407,10 +405,7 @@ async def test_text_after_a_video_begins_after_its_largest_position(step: float)
         )
         for start, (count, token, grid) in starts.items()
     ]
-    vision = object.__new__(Vision)
-    vision._model = model
-    vision._reader = VisionReader(of(tiny_model("qwen2_5_vl")), model.config, 1024)
-    positions = vision._mrope(ids, media, [step / a_second] * 2)
+    positions = vision.mrope_positions(model.base_model, ids, media, [step / a_second] * 2, PLACE + 1)
     grids = {PLACE: [(*images[0], 1.0)], PLACE + 1: [(*grid, step) for grid in videos]}
     assert positions.tolist() == mrope_positions(ids, grids, 2).tolist()
 
@@ -437,17 +432,21 @@ def positions_of_a_text(patch: pytest.MonkeyPatch) -> None:
 
 
 def positions_after_the_prompt_counted_as_tokens(patch: pytest.MonkeyPatch) -> None:
-    original = Vision._placed
-
-    async def wrong(self: Vision, *arguments: Any) -> RowMedia:
-        return replace(await original(self, *arguments), offset=0)
-
-    patch.setattr(Vision, "_placed", wrong)
+    patch.setattr(vision, "RowMedia", lambda media, positions=None, offset=0: RowMedia(media, positions))
 
 
 def images_of_rows_in_another_order(patch: pytest.MonkeyPatch) -> None:
-    original = MediaPass._computed
-    patch.setattr(MediaPass, "_computed", lambda self, row: reversed(list(original(self, row))))
+    original = MediaPass.inputs
+
+    def wrong(self: MediaPass) -> dict[str, torch.Tensor]:
+        inputs = original(self)
+        if "image_grid_thw" not in inputs:
+            return inputs
+        grids = inputs["image_grid_thw"]
+        pixels = torch.split(inputs["pixel_values"], grids.prod(-1).tolist())
+        return {"pixel_values": torch.cat(pixels[::-1]), "image_grid_thw": grids.flip(0)}
+
+    patch.setattr(MediaPass, "inputs", wrong)
 
 
 def prefixes_that_end_within_an_image(patch: pytest.MonkeyPatch) -> None:

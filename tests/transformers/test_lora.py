@@ -7,7 +7,7 @@ import itertools
 import json
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from drivetrain import (
     DeadlineExceeded,
     EngineBusy,
     GenerationOutput,
+    InferenceEngine,
     InvalidRequest,
     InvalidWeights,
     LoraSource,
@@ -35,8 +36,10 @@ from drivetrain import (
 )
 from drivetrain.testing import tiny_model
 from drivetrain_conformance.assets.made_adapters import make_adapter
-from drivetrain_transformers.lora import _shapes
+from drivetrain_transformers import TransformersBackend
+from drivetrain_transformers.lora import adaptable_shapes
 from drivetrain_weight_sync import AdapterTensors, LoraSync, WeightSync
+from drivetrain_weight_sync.copying.digest import digests
 from drivetrain_weight_sync.receiver import received_adapters
 from engines import OpenEngine, until_running
 
@@ -74,6 +77,21 @@ def with_adapter(model: Path, folder: Path | None) -> PreTrainedModel:
 def assert_made_by(reference: PreTrainedModel, completion: Completion) -> None:
     expected = oracle.logprobs_of(reference, completion)
     torch.testing.assert_close(torch.tensor(completion.logprobs), expected, rtol=0, atol=2e-4)
+
+
+def module_of(engine: InferenceEngine) -> nn.Module:
+    backend = engine.parts.backend
+    assert isinstance(backend, TransformersBackend)
+    return backend.runner.model.module
+
+
+def of_adapters(engine: InferenceEngine) -> dict[str, int]:
+    """Return the bytes of each parameter that belongs to a slot for adapters."""
+    return {name: one.nbytes for name, one in module_of(engine).named_parameters() if "slot-" in name}
+
+
+def slots(parameters: Iterable[str]) -> set[str]:
+    return {name.rpartition("slot-")[2].partition(".")[0] for name in parameters}
 
 
 @pytest.mark.parametrize("isolation", ["inline", "process"])
@@ -129,7 +147,7 @@ async def test_a_layer_of_one_expert_is_not_adapted_per_row() -> None:
             self.experts = nn.ModuleList([Expert(), Expert()])
             self.shared_expert = Expert()
 
-    assert list(_shapes(Block())) == ["shared_expert.up_proj.weight"]
+    assert list(adaptable_shapes(Block())) == ["shared_expert.up_proj.weight"]
 
 
 async def test_an_unloaded_adapter_is_refused_and_the_base_is_as_before(
@@ -307,20 +325,20 @@ async def test_a_push_that_reached_its_deadline_leaves_the_old_adapter_and_can_b
 ) -> None:
     async with open_engine(enable_lora=True, max_loras=1, timeouts={"control": 2}, isolation="inline") as engine:
         backend, next_one_came = engine.parts.backend, threading.Event()
-        load, looked = backend.load_lora_tensors, received_adapters._looked
+        load = backend.load_lora_tensors
         calls = itertools.count()
 
         async def slow_load(lora_name: str, update: WeightUpdateRequest, pinned: bool) -> None:
             await load(lora_name, update, pinned)
             await asyncio.sleep(60)
 
-        def slow_look(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, int], dict[str, str]]:
+        def slow_digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
             if next(calls) == 0:
                 next_one_came.wait(60)
             else:  # the first one goes on while the second is received
                 next_one_came.set()
                 time.sleep(0.5)
-            return looked(tensors)
+            return digests(tensors)
 
         first, late = tensors_of(adapters["a"]), tensors_of(adapters["b"])
         async with (
@@ -332,7 +350,7 @@ async def test_a_push_that_reached_its_deadline_leaves_the_old_adapter_and_can_b
                 if stuck == "once it is loaded":
                     patch.setattr(backend, "load_lora_tensors", slow_load)
                 else:
-                    patch.setattr(received_adapters, "_looked", slow_look)
+                    patch.setattr(received_adapters, "digests", slow_digests)
                 with pytest.raises(DeadlineExceeded):
                     await other.push(version="late")
                 assert engine.get_weight_version() == "first"
@@ -343,7 +361,8 @@ async def test_a_push_that_reached_its_deadline_leaves_the_old_adapter_and_can_b
                 await other.push(version="again")
         output = await engine.generate("x", PARAMS, lora="a")
         assert_made_by(with_adapter(model, adapters["b"]), output.completions[0])
-        assert len(engine.parts.backend._adapters._loaded) == 1  # type: ignore[attr-defined]
+        in_use = [name for name, nbytes in of_adapters(engine).items() if nbytes]
+        assert len(slots(in_use)) == 1
 
 
 async def test_an_unloaded_adapter_frees_its_memory_and_leaves_room_for_the_next(
@@ -354,11 +373,6 @@ async def test_an_unloaded_adapter_frees_its_memory_and_leaves_room_for_the_next
     wide = AdapterTensors({**plain.config, "r": 8}, doubled)
     served = sum(one.nbytes for policy in (plain, wide) for one in policy.tensors.values())
     async with open_engine(enable_lora=True, isolation="inline") as engine:
-        module = engine.parts.backend._running.model.module  # type: ignore[attr-defined]
-
-        def of_adapters() -> dict[str, int]:
-            return {name: one.nbytes for name, one in module.named_parameters() if "slot-" in name}
-
         async with (
             LoraSync.connect(plain, engine, "plain") as sync,
             LoraSync.connect(wide, engine, "wide") as other,
@@ -366,12 +380,11 @@ async def test_an_unloaded_adapter_frees_its_memory_and_leaves_room_for_the_next
             for step in range(4):
                 await sync.push(version=f"plain-{step}")
                 await other.push(version=f"wide-{step}")
-                assert sum(of_adapters().values()) == served
-            slots = {name.rpartition("slot-")[2].partition(".")[0] for name in of_adapters()}
-            assert len(slots) == 4, "two are served, and one of each form is free"
+                assert sum(of_adapters(engine).values()) == served
+            assert len(slots(of_adapters(engine))) == 4, "two are served, and one of each form is free"
         for name in ("plain", "wide"):
             await engine.unload_lora_adapter(name)
-        assert sum(of_adapters().values()) == 0
+        assert sum(of_adapters(engine).values()) == 0
 
 
 async def test_what_reached_its_deadline_can_be_asked_for_again(
@@ -420,7 +433,7 @@ async def test_an_adapter_that_peft_cannot_put_in_leaves_no_wrapper(
     save_file(tensors, tmp_path / "adapter_model.safetensors")
     (tmp_path / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
     async with open_engine(enable_lora=True, isolation="inline") as engine:
-        module = engine.parts.backend._running.model.module  # type: ignore[attr-defined]
+        module = module_of(engine)
         before = [name for name, _ in module.named_parameters()]
         with pytest.raises(InvalidRequest, match="peft cannot load"):
             await engine.load_lora_adapter("a", str(tmp_path))

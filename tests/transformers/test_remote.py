@@ -31,7 +31,7 @@ from drivetrain import (
 from drivetrain.attached.connection import OwnerConnection
 from drivetrain.text.tokenizer_files import load_tokenizer, read_tokenizer_files
 from drivetrain_weight_sync import WeightSync
-from engines import OpenEngine, tensors_for, until
+from engines import OpenEngine, owner_of, tensors_for, until
 from remote_hosts import Wire, host, printed
 
 GREEDY = SamplingParams(max_new_tokens=6, temperature=0.0, logprobs=0)
@@ -230,7 +230,7 @@ async def test_no_connection_means_that_the_owner_is_gone(open_engine: OpenEngin
 async def test_a_handshake_that_is_dropped_is_tried_again(open_engine: OpenEngine) -> None:
     async with open_engine() as engine, wired(engine) as (wire, handle):
         remote = await attach(handle)
-        owner = remote._backend.owner
+        owner = owner_of(remote)
         try:
             wire.drop_handshakes = 2
             wire.cut()

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import regex
 import torch
+import xgrammar
 
 import oracle
 from drivetrain import (
@@ -41,7 +42,7 @@ from drivetrain.backend.base import GenerateRequest
 from drivetrain.testing import tiny_model
 from drivetrain.types.config import EngineConfig
 from drivetrain_transformers import TransformersBackend, grammars, translate
-from drivetrain_transformers.grammars import FIELD, Grammars
+from drivetrain_transformers.grammars import FIELD
 from engines import HANGING, OpenEngine, until, until_running
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -293,13 +294,13 @@ async def test_a_grammar_that_cannot_be_is_refused_before_any_work(
 def held_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Every compilation waits for this event."""
     free = threading.Event()
-    compile_now = Grammars._compile_now
+    compile_regex = xgrammar.GrammarCompiler.compile_regex
 
-    def held(self: Grammars, grammar: Any) -> Any:
+    def held(self: xgrammar.GrammarCompiler, expression: str) -> Any:
         free.wait(HANGING)
-        return compile_now(self, grammar)
+        return compile_regex(self, expression)
 
-    monkeypatch.setattr(Grammars, "_compile_now", held)
+    monkeypatch.setattr(xgrammar.GrammarCompiler, "compile_regex", held)
     yield free
     free.set()
 
@@ -377,13 +378,13 @@ async def test_a_grammar_is_compiled_once_and_kept_within_bounds(
     open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiled: list[str] = []
-    compile_now = Grammars._compile_now
+    compile_regex = xgrammar.GrammarCompiler.compile_regex
 
-    def counting(self: Grammars, grammar: Any) -> Any:
-        compiled.append(grammar.regex)
-        return compile_now(self, grammar)
+    def counting(self: xgrammar.GrammarCompiler, expression: str) -> Any:
+        compiled.append(expression)
+        return compile_regex(self, expression)
 
-    monkeypatch.setattr(Grammars, "_compile_now", counting)
+    monkeypatch.setattr(xgrammar.GrammarCompiler, "compile_regex", counting)
     async with open_engine() as engine:
         ask = [engine.generate("x", WITH_GRAMMAR.model_copy(update={"n": 3})) for _ in range(4)]
         await asyncio.gather(*ask)

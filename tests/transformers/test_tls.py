@@ -32,7 +32,7 @@ from drivetrain.process.proof import new_nonce
 from drivetrain.process.tls import server_context
 from drivetrain.process.wire import Hello, frame, from_host, read
 from drivetrain_weight_sync import WeightSync
-from engines import OpenEngine, tensors_for, until
+from engines import OpenEngine, owner_of, tensors_for, until
 from remote_hosts import Wire, host, printed
 from warm_python import Program
 
@@ -131,12 +131,12 @@ async def test_the_pulse_goes_on_over_tls_and_its_end_is_noticed(open_engine: Op
     async with open_engine(timeouts={"heartbeat": 2}) as engine:
         handle = await engine.handle("127.0.0.1:0", ssl_certfile=good.certfile, ssl_keyfile=good.keyfile)
         other = await attach(handle)
-        owner = other._backend.owner
+        owner = owner_of(other)
         await asyncio.sleep(5)
         assert owner.connections == 1, "the pulse has kept the first connection"
         await other.pause_generation("in_place")
         assert engine.is_paused
-        pulse = owner._connected.pulse  # type: ignore[union-attr]
+        pulse = owner.connected.pulse  # type: ignore[union-attr]
         await asyncio.to_thread(pulse.stop)
         await until(lambda: not engine.is_paused)
         await other.teardown()

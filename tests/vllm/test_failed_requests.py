@@ -9,7 +9,7 @@ import torch
 
 from drivetrain_sampling import NO_TOKEN, NOT_FINITE, failures_of
 from drivetrain_vllm.in_engine.failed_requests import clean, tell, zero_blocks
-from drivetrain_vllm.in_engine.sampler import Requests, _settle
+from drivetrain_vllm.in_engine.sampler import Requests, settle
 
 NAN, INF = float("nan"), float("inf")
 
@@ -29,7 +29,7 @@ def test_a_step_tells_which_requests_failed_and_draws_zeros_for_them() -> None:
 
 def test_what_samples_sees_no_nan() -> None:
     logits = torch.tensor([[1.0, 2.0], [NAN, 2.0], [-INF, -INF], [-INF, 3.0]])
-    top = _settle(logits)
+    top = settle(logits)
     assert failures_of(top).tolist() == [0, NOT_FINITE, NO_TOKEN, 0]
     assert logits.tolist() == [[1.0, 2.0], [0.0, 0.0], [0.0, 0.0], [-INF, 3.0]]
 

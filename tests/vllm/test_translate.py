@@ -237,7 +237,7 @@ def test_arguments_that_would_serve_adapters_in_part_are_refused(given: dict[str
 async def test_images_and_videos_are_as_many_as_vllm_was_told() -> None:
     backend = VLLMBackend(config())
     most = SimpleNamespace(get_limit_per_prompt={"image": 1, "video": 0}.__getitem__)
-    backend._engine = SimpleNamespace(model_config=SimpleNamespace(multimodal_config=most))
+    backend.engine = SimpleNamespace(model_config=SimpleNamespace(multimodal_config=most))
     image, video = ImageInput(data=b"a"), VideoInput(data=b"a")
     for media, said in (((image, image), "2 images beside a prompt; expected at most 1"), ((video,), "1 videos")):
         with pytest.raises(InvalidRequest, match=f"{said}.*limit_mm_per_prompt") as caught:

@@ -9,14 +9,14 @@ import torch
 
 from drivetrain import EngineConfig
 from drivetrain.errors import InvalidWeights, WeightPlanMismatch
-from drivetrain.types.weights import TensorSpec, WeightManifest
+from drivetrain.types.weights import TensorSpec, WeightManifest, WeightUpdateRequest
 from drivetrain_weight_sync import digests, make_plan
 from drivetrain_weight_sync.copying import device_copies
 from drivetrain_weight_sync.trainer import staging
 from drivetrain_weight_sync.trainer.in_memory_names import InMemoryNames
 from drivetrain_weight_sync.trainer.source import GatheredSource, Source
 from drivetrain_weight_sync.trainer.staging import Staged, Stager, stage
-from drivetrain_weight_sync.transports.in_process import InProcessSender
+from drivetrain_weight_sync.transports.in_process import InProcessReader, InProcessSender
 from drivetrain_weight_sync.transports.shared_memory import SharedMemorySender
 
 SHAPES = {"embed": (24, 16), "up": (32, 16), "down": (16, 32)}
@@ -59,9 +59,12 @@ def note_what_is_held() -> None:
         stage(Source(tensors), sender, MANIFEST, PLAN, staged, stager, cast=False)
         assert known is None or stager.known is known
         assert staged.digests == digests({name: tensors[name] for name in SHAPES})
-        assert {n: held.data_ptr() for n, held in sender._tensors.items() if isinstance(held, torch.Tensor)} == {
-            name: tensors[name].data_ptr() for name in SHAPES
-        }
+        reader = InProcessReader()
+        update = WeightUpdateRequest(version="new", source=sender.source(), plan=PLAN, digests=dict(staged.digests))
+        reader.open(update, MANIFEST)
+        for index in range(len(PLAN.buckets)):
+            for name, tensor in reader.tensors(index):
+                assert tensor.data_ptr() == tensors[name].data_ptr()
         sender.release()
     assert stager.known is not None
 
@@ -116,7 +119,7 @@ def main() -> None:
     tensors["up"].mul_(-1.5)
     push.stage(tensors)
     tensors["down"].mul_(-1.5)
-    device_copies._PACED_ITEMS = 1  # type: ignore[misc]
+    device_copies.PACED_ITEMS = 1  # type: ignore[misc]
     push.stage(tensors, gpu_share=0.9)
     assert push.stager.known is known, "nothing moved: nothing is looked up again"
 

@@ -212,15 +212,13 @@ def test_memory_that_may_still_be_written_is_not_used_again(
         brought = reader.bring([0, 1])
         assert next(brought) == [0]
         sending.result(timeout=20)
-        before = reader._buffers
+        before = reader.buffers
         group.leave()  # as if the trainer were given up
         with pytest.raises(WeightTransferFailed, match="left the group"):
             next(brought)
     reader.release()
-    assert reader._buffers is not before
-    assert any(before in kept for kept in group._kept if isinstance(kept, tuple)), (
-        "it is held until the group has ended"
-    )
+    assert reader.buffers is not before
+    assert any(before in kept for kept in group.kept if isinstance(kept, tuple)), "it is held until the group has ended"
 
 
 def test_nccl_is_refused_where_trainer_and_engine_share_a_gpu() -> None:

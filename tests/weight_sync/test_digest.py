@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drivetrain_weight_sync import digest, digests
-from drivetrain_weight_sync.copying.digest import _pseudo_random, fold_on_device
+from drivetrain_weight_sync.copying.digest import fold_on_device, pseudo_random
 from drivetrain_weight_sync.tensors.finite import non_finite
 
 MASK = (1 << 64) - 1
@@ -28,8 +28,8 @@ def by_the_formula(tensor: torch.Tensor) -> int:
     raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     rows = -(-len(raw) // 8192)
     raw_padded = raw.ljust(rows * 8192, b"\0")
-    a, b = _pseudo_random(1, 1024).tolist(), _pseudo_random(2, 1024).tolist()
-    c = _pseudo_random(3, 1024).tolist()
+    a, b = pseudo_random(1, 1024).tolist(), pseudo_random(2, 1024).tolist()
+    c = pseudo_random(3, 1024).tolist()
     total = 0
     for row in range(rows):
         x = [
@@ -145,7 +145,7 @@ def test_strides_and_offsets_do_not_matter(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("rows", [1, 31, 33, 5000])
 def test_the_way_for_gpus_gives_the_same_sums(rows: int) -> None:
     x = words(rows * 1024, seed=rows).view(rows, 1024)
-    a, b = _pseudo_random(1, 1024), _pseudo_random(2, 1024)
+    a, b = pseudo_random(1, 1024), pseudo_random(2, 1024)
     out = torch.empty(rows, dtype=torch.int64)
     fold_on_device(x, a, b, out)
     assert torch.equal(out, (a * x + b * (x >> 32)).sum(1))

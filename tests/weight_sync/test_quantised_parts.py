@@ -48,7 +48,7 @@ class Engine(QuantisedParts):
         self.filled: torch.Tensor | None = None
         """The part of the layer that the loader fills."""
         self.loads: list[list[str]] = []
-        self._spoil = spoil
+        self.spoil = spoil
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         for name, tensor in weights:
@@ -72,7 +72,7 @@ class Engine(QuantisedParts):
         self.loads.append(sorted(weights))
         self.filled = torch.full((2 * ROWS, 4), torch.nan)
         self.load_weights(weights.items())
-        quantised, scale = quantise(self.filled + self._spoil)
+        quantised, scale = quantise(self.filled + self.spoil)
         self.layer.quantised.copy_(quantised)
         self.layer.scale.copy_(scale)
         self.filled = None
@@ -154,7 +154,7 @@ def test_an_engine_that_comes_to_something_else_again_is_refused(tmp_path: Path)
     require_as_stored(target, tmp_path)
     require_converted_alike(target, tmp_path)
 
-    engine._spoil = 0.5
+    engine.spoil = 0.5
     with pytest.raises(WeightSyncError, match="converts gate, up differently"):
         require_converted_alike(target_of(engine), tmp_path)
     assert torch.equal(engine.layer.quantised, kept[0]), "it is as it was"

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from drivetrain_weight_sync.trainer.staging import _Seen
+from drivetrain_weight_sync.trainer.staging import Seen
 
 SQUARE = torch.randn(4, 4)
 OTHER = torch.randn(8)
 
 
 def test_the_same_tensors_are_known_again() -> None:
-    seen = _Seen([("a", SQUARE), ("b", OTHER)])
+    seen = Seen([("a", SQUARE), ("b", OTHER)])
     assert seen.are([("a", SQUARE), ("b", OTHER)])
     SQUARE.mul_(2)
     assert seen.are([("a", SQUARE.detach()), ("b", OTHER[:])]), "their values do not matter, nor who holds them"
@@ -44,4 +44,4 @@ def test_other_tensors_are_not(
     change: Callable[[list[tuple[str, torch.Tensor]]], list[tuple[str, torch.Tensor]]],
 ) -> None:
     given = [("a", SQUARE), ("b", OTHER)]
-    assert not _Seen(given).are(change(given))
+    assert not Seen(given).are(change(given))

@@ -233,13 +233,13 @@ def push_to_a_real_engine(rank: int, architecture: str, strategy: str) -> tuple[
                 await sync.push(version="step-1")
             return None
         gathered: list[object] = []
-        gather = Gatherer._gather
+        fetch = SocketCarrier.fetch
         if strategy == "shared_memory":
-            setattr(Gatherer, "_gather", lambda *arguments: gathered.append(arguments))  # noqa: B010
+            setattr(SocketCarrier, "fetch", lambda *arguments: gathered.append(arguments))  # noqa: B010
         async with create_engine("transformers", model=str(tiny_model(architecture))) as engine:
             async with WeightSync.connect(trained, engine, strategy, bucket_bytes=100_000) as sync:
                 await sync.push(version="step-1")
-            setattr(Gatherer, "_gather", gather)  # noqa: B010
+            setattr(SocketCarrier, "fetch", fetch)  # noqa: B010
             assert not gathered
             params = SamplingParams(max_new_tokens=12, temperature=0.0, logprobs=0, ignore_eos=True)
             (output,) = (await engine.generate([[5, 6, 7]], params)).completions

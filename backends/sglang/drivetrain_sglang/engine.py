@@ -100,7 +100,8 @@ class SGLangBackend(WorkerBackend[Collected]):
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
-        self._engine: Any = None
+        self.engine: Any = None
+        """SGLang's own ``Engine``, while it runs."""
         self._processes: list[psutil.Process] = []
         """SGLang's own processes."""
         self._adaptable: Sequence[Mapping[str, tuple[int, ...]]] = ()
@@ -187,9 +188,9 @@ class SGLangBackend(WorkerBackend[Collected]):
         arguments = engine_arguments(config, model.device, model.dtype, model.context_length, model.overrides)
         if Capability.ROUTED_EXPERTS not in self.capabilities(config):
             arguments.pop(ROUTED_EXPERTS, None)  # without experts, SGLang would fail to start
-        self._engine = _engine_class()(**arguments)
+        self.engine = _engine_class()(**arguments)
         self._processes = psutil.Process().children(recursive=True)
-        started = self._engine._scheduler_init_result.scheduler_infos[0]
+        started = self.engine._scheduler_init_result.scheduler_infos[0]
         served = self._manager.model_config
         claimed = self.capabilities(config)
         if Capability.IMAGES in claimed:
@@ -215,7 +216,7 @@ class SGLangBackend(WorkerBackend[Collected]):
 
     async def close(self) -> None:
         """End SGLang's processes."""
-        engine, self._engine = self._engine, None
+        engine, self.engine = self.engine, None
         self.disconnect()
         if engine is not None:
             # SGLang kills its processes, including the one that would remove their shared memory.
@@ -280,7 +281,7 @@ class SGLangBackend(WorkerBackend[Collected]):
 
     async def send_abort(self, names: Sequence[str]) -> None:
         """Abort requests past SGLang's own ``abort_request``, which sends one abort each, and none without a waiter."""
-        if self._engine is None:
+        if self.engine is None:
             return
         from sglang.srt.managers.io_struct import AbortReq
 
@@ -386,9 +387,9 @@ class SGLangBackend(WorkerBackend[Collected]):
 
     @property
     def _manager(self) -> Any:
-        if self._engine is None:
+        if self.engine is None:
             raise EngineInternalError("the SGLang backend is not running")
-        return self._engine.tokenizer_manager
+        return self.engine.tokenizer_manager
 
     def labels_tokens(self) -> bool:
         """Return whether this SGLang release reports the weight version of each token."""

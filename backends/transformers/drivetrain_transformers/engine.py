@@ -216,23 +216,23 @@ class TransformersBackend(Backend):
 
     async def died(self) -> EngineError:
         """Wait for the thread to fail, and return the error."""
-        return await self._running.died()
+        return await self.runner.died()
 
     async def stats(self) -> EngineStats:
         """Return the scheduler's counts of requests and memory."""
-        scheduler = self._running.scheduler
+        scheduler = self.runner.scheduler
         weights = self._received
 
         def look() -> EngineStats:
             return EngineStats(scheduler.running, scheduler.waiting, scheduler.kv_cache_bytes, weights.nbytes)
 
-        return await self._running.call(look)
+        return await self.runner.call(look)
 
     # Generation --------------------------------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """Generate one sample."""
-        runner = self._running
+        runner = self.runner
         result: asyncio.Future[GenerateResult] = asyncio.get_running_loop().create_future()
 
         def deliver(item: GenerateResult | TokenDelta | DrivetrainError) -> None:
@@ -252,7 +252,7 @@ class TransformersBackend(Backend):
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
         """Generate one sample, yielding a delta per step."""
-        runner = self._running
+        runner = self.runner
         deltas: asyncio.Queue[GenerateResult | TokenDelta | DrivetrainError] = asyncio.Queue()
         await self._submit(request, deltas.put_nowait, streamed=True)
         ended = False
@@ -272,7 +272,7 @@ class TransformersBackend(Backend):
 
     async def _submit(self, request: GenerateRequest, deliver: Sink, *, streamed: bool = False) -> None:
         """Hand a request to the scheduler, with its media."""
-        runner = self._running
+        runner = self.runner
         if self._media is None or not request.media:
             runner.submit(request, deliver, streamed=streamed)
             return
@@ -294,21 +294,21 @@ class TransformersBackend(Backend):
     async def abort(self, request_ids: list[str]) -> None:
         """End requests, whether running, waiting or frozen."""
         self._aborted.update(self._preparing.intersection(request_ids))
-        self._running.abort(request_ids)
+        self.runner.abort(request_ids)
 
     # Pause and memory --------------------------------------------------------------------------------------------
 
     async def freeze(self, mode: PauseMode) -> None:
         """Stop stepping; ``RETRACT`` also frees the caches."""
-        await self._running.freeze(retract=mode is PauseMode.RETRACT)
+        await self.runner.freeze(retract=mode is PauseMode.RETRACT)
 
     async def unfreeze(self) -> None:
         """Step again."""
-        await self._running.unfreeze()
+        await self.runner.unfreeze()
 
     async def sleep(self, tags: frozenset[MemoryTag]) -> None:
         """Free keys and values, or parameters, or both."""
-        runner, weights = self._running, self._received
+        runner, weights = self.runner, self._received
 
         def give_back() -> None:
             if MemoryTag.KV_CACHE in tags:
@@ -322,21 +322,21 @@ class TransformersBackend(Backend):
     async def wake_up(self, tags: frozenset[MemoryTag]) -> None:
         """Allocate the parameters' memory again; keys and values take theirs when needed."""
         if MemoryTag.WEIGHTS in tags:
-            await self._running.call(self._received.wake_up)
+            await self.runner.call(self._received.wake_up)
 
     async def reset_prefix_cache(self) -> None:
         """Forget the keys and values of ended sequences."""
-        await self._running.call(self._running.scheduler.prefixes.clear)
+        await self.runner.call(self.runner.scheduler.prefixes.clear)
 
     # Weights -----------------------------------------------------------------------------------------------------
 
     async def weight_manifest(self) -> WeightManifest:
         """Return parameters and persistent buffers by their checkpoint names."""
-        return await self._running.call(self._received.manifest)
+        return await self.runner.call(self._received.manifest)
 
     async def receive_weights(self, message: WeightMessage) -> WeightReply:
         """Take one step of an update between two steps of the batch; generation continues while a source is opened."""
-        runner, weights = self._running, self._received
+        runner, weights = self.runner, self._received
         if isinstance(message, PrepareUpdate):
             prepared = await runner.call(lambda: weights.prepare(message))
             while prepared is None:
@@ -354,7 +354,7 @@ class TransformersBackend(Backend):
 
     async def set_weight_version(self, version: str) -> None:
         """Label the weights with a version."""
-        runner = self._running
+        runner = self.runner
         await runner.call(lambda: runner.scheduler.relabel(version))
 
     async def init_communicator(self, spec: CommunicatorSpec) -> None:
@@ -368,11 +368,11 @@ class TransformersBackend(Backend):
     async def read_weight(self, name: str) -> TensorData:
         """Return a copy of one tensor."""
         weights = self._received
-        return await self._running.call(lambda: weights.read(name))
+        return await self.runner.call(lambda: weights.read(name))
 
     async def validate_weights(self) -> WeightReport:
         """Check every tensor in place for NaN, infinity, and nothing but zeros."""
-        return await self._running.call(self._received.validate)
+        return await self.runner.call(self._received.validate)
 
     async def save_sharded(self, path: str) -> None:
         """Write a model folder; the weights are written by a separate thread."""
@@ -388,7 +388,7 @@ class TransformersBackend(Backend):
 
     async def _write_weights(self, folder: Path) -> None:
         weights = self._received
-        await self._running.call(lambda: weights.write(folder))
+        await self.runner.call(lambda: weights.write(folder))
 
     # LoRA --------------------------------------------------------------------------------------------------------
 
@@ -398,13 +398,13 @@ class TransformersBackend(Backend):
 
         adapters = self._adapters
         adapter = await asyncio.to_thread(lambda: adapters.check(adapter_in(lora_path)))
-        await self._running.call(lambda: adapters.load(lora_name, adapter))
+        await self.runner.call(lambda: adapters.load(lora_name, adapter))
 
     async def load_lora_tensors(self, lora_name: str, update: WeightUpdateRequest, pinned: bool) -> None:
         """Receive an adapter in a separate thread, and load it between two steps of the batch."""
         from drivetrain_weight_sync.receiver.received_adapters import receiving
 
-        adapters, runner, groups = self._adapters, self._running, self._received.groups
+        adapters, runner, groups = self._adapters, self.runner, self._received.groups
         loop, is_wanted = asyncio.get_running_loop(), True
 
         def receive() -> None:
@@ -426,7 +426,7 @@ class TransformersBackend(Backend):
 
     async def unload_lora_adapter(self, lora_name: str) -> None:
         """Unload an adapter."""
-        await self._running.call(lambda: self._adapters.unload(lora_name))
+        await self.runner.call(lambda: self._adapters.unload(lora_name))
 
     # Models that do not generate ---------------------------------------------------------------------------------
 
@@ -440,7 +440,7 @@ class TransformersBackend(Backend):
 
     async def _pooled(self, sequences: list[list[int]], pool: Callable[[list[list[int]]], list[T]]) -> list[T]:
         """Run ``pool`` on all sequences with one version of the weights, however many forward passes that takes."""
-        runner, weights = self._running, self._received
+        runner, weights = self.runner, self._received
         while True:
             found: dict[int, T] = {}
             versions: set[int] = set()
@@ -464,14 +464,14 @@ class TransformersBackend(Backend):
 
     @property
     def _pooler(self) -> Pooler:
-        pooler = self._running.pooler
+        pooler = self.runner.pooler
         if pooler is None:
             raise EngineInternalError("the engine was created to generate, and reached for embeddings or scores")
         return pooler
 
     @property
     def _adapters(self) -> Adapters:
-        adapters = self._running.model.adapters
+        adapters = self.runner.model.adapters
         if adapters is None:
             raise self._unsupported(Capability.LORA)
         return adapters
@@ -480,10 +480,11 @@ class TransformersBackend(Backend):
     def _files(self) -> ModelFiles:
         from drivetrain_weight_sync import ModelFiles
 
-        return ModelFiles(self.config.model, self.config.revision, self._running.model.info.dtype)
+        return ModelFiles(self.config.model, self.config.revision, self.runner.model.info.dtype)
 
     @property
-    def _running(self) -> SchedulerThread:
+    def runner(self) -> SchedulerThread:
+        """The thread that owns the scheduler and the model, while the engine runs."""
         if self._runner is None:
             raise EngineInternalError("the transformers backend is not running")
         return self._runner

@@ -75,7 +75,7 @@ class Adapters:
         self._hooked: set[nn.Module] = set()
         self._wrapped: dict[str, nn.Module] = {}
         """The layers that peft has wrapped, by name; looking for them takes milliseconds."""
-        self._names = AdapterNames.of(module, _shapes(module))
+        self._names = AdapterNames.of(module, adaptable_shapes(module))
 
     def check(self, given: GivenAdapter) -> LoraAdapter:
         """Check an adapter. Safe from any thread while the weights do not change.
@@ -222,7 +222,7 @@ def _any_of(names: Iterable[str]) -> str:
     return f"(?<!.)(?:{'|'.join(map(re.escape, names))})"
 
 
-def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
+def adaptable_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
     """Return shapes ``[outputs, inputs]`` of the weights that peft can adapt per row.
 
     Linear layers of single experts are left out: they see the tokens that a router chose, of any row.

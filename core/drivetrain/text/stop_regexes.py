@@ -88,6 +88,11 @@ class StopRegex:
         self._known_for = 0
         """Length of the text for which ``_earliest`` was found."""
 
+    @property
+    def is_incremental(self) -> bool:
+        """True if later text cannot turn a start without a partial match into a match."""
+        return self._begun is not None
+
     def restart(self) -> None:
         """Search from the beginning: earlier characters have changed."""
         self._earliest = self._known_for = 0

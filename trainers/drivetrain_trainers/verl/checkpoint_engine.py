@@ -66,8 +66,7 @@ class DirectPush(CheckpointEngine):
 
     async def _pushing(self) -> Pusher:
         if self._pusher is None or self._pusher[0] != self._servers:
-            if self._pusher is not None:
-                await self._pusher[1].close()
+            await self.close()
             engines = {server: await attach_to(server) for server in self._servers}
             self._pusher = self._servers, Pusher(await joined(engines), "the rollout", self._bucket_size)
         return self._pusher[1]
@@ -79,6 +78,12 @@ class DirectPush(CheckpointEngine):
 
     def finalize(self) -> None:
         """Keep the connections for the next update."""
+
+    async def close(self) -> None:
+        """End the connections to the engines; the next update makes new ones. Idempotent."""
+        pushing, self._pusher = self._pusher, None
+        if pushing is not None:
+            await pushing[1].close()
 
 
 async def joined(engines: Mapping[str, InferenceEngine]) -> InferenceEngine:

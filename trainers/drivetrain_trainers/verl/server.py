@@ -70,7 +70,8 @@ class EngineServer:
         await engine.start()
         handle = await engine.handle()
         self._handles = {ray.get_runtime_context().get_node_id() if ray.is_initialized() else "": handle}
-        self._engine: InferenceEngine = engine
+        self.engine: InferenceEngine = engine
+        """The engine that this server owns, once it has started."""
         self._gate = Gate()
         context = engine.model_info.context_length
         self._lengths = Lengths(self._rollout.prompt_length, self._rollout.response_length, context)
@@ -85,7 +86,7 @@ class EngineServer:
         if node not in self._handles:
             address = ray.util.get_node_ip_address()
             listen = f"[{address}]:0" if ":" in address else f"{address}:0"
-            self._handles[node] = await self._engine.handle(listen, announce=address)
+            self._handles[node] = await self.engine.handle(listen, announce=address)
         return self._handles[node]
 
     async def generate(
@@ -113,14 +114,14 @@ class EngineServer:
         top_k = top_k_of(given.pop(PROMPT_LOGPROBS, None))
         params = self._params(given, request_id, len(ids))
         prompt = TokenPrompt(token_ids=ids, media=tuple(map(ImageInput.from_pil, image_data or ())))
-        async with deadline(self._engine.config.timeouts.generate, "a response"), self._gate.admitted() as admitted:
+        async with deadline(self.engine.config.timeouts.generate, "a response"), self._gate.admitted() as admitted:
             if not admitted:
-                return aborted(self._engine.get_weight_version())
+                return aborted(self.engine.get_weight_version())
             if top_k is not None:
-                completion = await scored(self._engine, prompt, params, top_k)
+                completion = await scored(self.engine, prompt, params, top_k)
             else:
-                completion = (await self._engine.generate([prompt], params)).completions[0]
-        output = token_output(completion, self._engine.get_weight_version())
+                completion = (await self.engine.generate([prompt], params)).completions[0]
+        output = token_output(completion, self.engine.get_weight_version())
         if top_k is not None:
             output.extra_fields |= score_fields(completion, top_k)
         return output
@@ -138,8 +139,8 @@ class EngineServer:
         Args:
             reject_request: Later requests come back aborted instead.
         """
-        async with deadline(self._engine.config.timeouts.control, "aborted requests to come back"):
-            count = await self._gate.close(self._engine.abort_generation, rejecting=reject_request)
+        async with deadline(self.engine.config.timeouts.control, "aborted requests to come back"):
+            count = await self._gate.close(self.engine.abort_generation, rejecting=reject_request)
         return {"aborted_count": count}
 
     async def resume_generation(self) -> None:
@@ -157,21 +158,21 @@ class EngineServer:
             await self._free(MemoryTag.KV_CACHE)
 
     async def _free(self, *tags: MemoryTag) -> None:
-        await self._engine.sleep(tags, drain_timeout=self._engine.config.timeouts.control)
+        await self.engine.sleep(tags, drain_timeout=self.engine.config.timeouts.control)
 
     async def wake_up(self) -> None:
         """Allocate memory again; the weights of a hybrid engine come with the next update."""
         if self._sleeps:
-            await self._engine.wake_up([MemoryTag.WEIGHTS, MemoryTag.KV_CACHE])
+            await self.engine.wake_up([MemoryTag.WEIGHTS, MemoryTag.KV_CACHE])
 
     async def resume_kv_cache(self) -> None:
         """Allocate the memory of the KV cache again."""
         if self._frees_cache:
-            await self._engine.wake_up([MemoryTag.KV_CACHE])
+            await self.engine.wake_up([MemoryTag.KV_CACHE])
 
     async def clear_kv_cache(self) -> None:
         """Discard every cached prefix. A weight update does so by itself."""
-        await self._engine.reset_prefix_cache()
+        await self.engine.reset_prefix_cache()
 
     async def start_profile(self, **_: object) -> None:
         """Do nothing: a configuration that enables verl's profiler was refused."""

@@ -45,7 +45,7 @@ _EXPONENTS: Final = {
 """Exponent bits, all of which are 1 only in numbers that are not finite."""
 
 
-_PACED_ITEMS: Final = 4096
+PACED_ITEMS: Final = 4096
 """Items per launch while the GPU is shared: half a gigabyte, which takes a third of a millisecond."""
 
 
@@ -254,7 +254,7 @@ class DeviceCopies:
         self._take_result()
 
     def _launch_paced(self, pace: Pace) -> None:
-        parts = [(kind, part) for kind, table in self._tables for part in torch.split(table, _PACED_ITEMS)]
+        parts = [(kind, part) for kind, table in self._tables for part in torch.split(table, PACED_ITEMS)]
 
         def copy(part: int) -> None:
             kind, table = parts[part]

@@ -221,15 +221,15 @@ class _Weights:
     """The factors of the digest's weighted sum, on one device; those of rows grow with the largest tensor seen."""
 
     def __init__(self, device: torch.device) -> None:
-        self.a = _pseudo_random(1, COLUMNS).to(device)
-        self.b = _pseudo_random(2, COLUMNS).to(device)
-        self._c = _pseudo_random(3, 1024).to(device)
+        self.a = pseudo_random(1, COLUMNS).to(device)
+        self.b = pseudo_random(2, COLUMNS).to(device)
+        self._c = pseudo_random(3, 1024).to(device)
 
     def per_row(self, count: int) -> torch.Tensor:
         """Return ``c`` for ``count`` rows."""
         c = self._c
         if len(c) < count:
-            c = self._c = _pseudo_random(3, 1 << (count - 1).bit_length()).to(c.device)
+            c = self._c = pseudo_random(3, 1 << (count - 1).bit_length()).to(c.device)
         return c[:count]
 
 
@@ -245,7 +245,7 @@ def weights_on(device: torch.device) -> _Weights:
         return _weights[device]
 
 
-def _pseudo_random(stream: int, count: int) -> torch.Tensor:
+def pseudo_random(stream: int, count: int) -> torch.Tensor:
     """Return ``count`` odd int64 from SplitMix64 (Steele, Lea, Flood 2014), seeded by ``stream``."""
     z = torch.arange(1, count + 1, dtype=torch.int64) * _signed(_LENGTH_FACTOR) + _signed(stream << 56)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):

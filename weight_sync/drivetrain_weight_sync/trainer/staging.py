@@ -305,7 +305,7 @@ class _Known:
 
     plan: WeightPlan
     manifest: WeightManifest
-    seen: _Seen
+    seen: Seen
     """The source's tensors."""
     slots: Mapping[str, torch.Tensor]
     firsts: Mapping[str, str]
@@ -316,7 +316,7 @@ class _Known:
     """Bytes of the plan."""
 
 
-class _Seen:
+class Seen:
     """Types, forms, addresses and strides of tensors, without keeping the tensors.
 
     Built for speed: there may be thousands, compared at every push.
@@ -378,9 +378,7 @@ class _Held(_Checks):
             self._put_derived(derived, sender)
         elif self._in_one and (not sender.copies or len(put) == len(firsts)):
             mains = {name: self.main_name(name) for name in unique}
-            self._stager.known = _Known(
-                plan, self._manifest, _Seen(pairs), sender.slots(), firsts, mains, staged.nbytes
-            )
+            self._stager.known = _Known(plan, self._manifest, Seen(pairs), sender.slots(), firsts, mains, staged.nbytes)
 
     def _put_derived(self, derived: Mapping[str, DerivedTensor], sender: Sender) -> None:
         """Compute, check and put one tensor after another."""

@@ -84,7 +84,7 @@ class BroadcastSender(Sender):
         self._plan = WeightPlan(())
         self._specs: dict[str, TensorSpec] = {}
         self._tensors: dict[str, torch.Tensor | DerivedTensor] = {}
-        self._buffers = _Buffers()
+        self._buffers = Buffers()
 
     def offer(self, ranks: int, timeout: float) -> tuple[CommunicatorSpec, Any]:
         """Create a store, through which the trainer and ``ranks`` workers can form a group."""
@@ -246,7 +246,7 @@ class BroadcastSender(Sender):
         if self._group is not None:
             self._group.keep(self._buffers)
         self.leave()
-        self._buffers = _Buffers()
+        self._buffers = Buffers()
 
 
 class BroadcastReader(Reader):
@@ -256,7 +256,8 @@ class BroadcastReader(Reader):
         self._groups = groups
         self._group: Group | None = None
         self._plan = WeightPlan(())
-        self._buffers = _Buffers()
+        self.buffers = Buffers()
+        """Memory that receives buckets."""
         self._to_come: deque[int] = deque()
         self._under_way: deque[tuple[int, torch.Tensor, Broadcast]] = deque()
         self._received = torch.empty(0, dtype=torch.uint8)
@@ -276,7 +277,7 @@ class BroadcastReader(Reader):
 
     def bring(self, indices: Sequence[int]) -> Iterator[Sequence[int]]:
         """Receive the buckets, one after another."""
-        self._buffers.begin()
+        self.buffers.begin()
         self._to_come = deque(indices)
         self._receive_next()
         while self._under_way:
@@ -293,7 +294,7 @@ class BroadcastReader(Reader):
         if self._to_come:
             assert self._group is not None
             index = self._to_come.popleft()
-            received = self._buffers.next(self._plan.buckets[index].nbytes, self._group.device)
+            received = self.buffers.next(self._plan.buckets[index].nbytes, self._group.device)
             self._under_way.append((index, received, self._group.start(received)))
 
     def tensors(self, index: int) -> Iterator[tuple[str, torch.Tensor]]:
@@ -304,19 +305,19 @@ class BroadcastReader(Reader):
     def release(self) -> None:
         """Keep group and memory for the next update, unless an unfinished broadcast may still write to the memory."""
         if self._under_way and self._group is not None:
-            self._group.keep((list(self._under_way), self._buffers))
+            self._group.keep((list(self._under_way), self.buffers))
             self._under_way.clear()
-            self._buffers = _Buffers()
+            self.buffers = Buffers()
         self._group = None
         self._received = torch.empty(0, dtype=torch.uint8)
 
     def close(self) -> None:
         """Free the memory."""
         self.release()
-        self._buffers = _Buffers()
+        self.buffers = Buffers()
 
 
-class _Buffers:
+class Buffers:
     """Buffers for buckets, used in turn."""
 
     def __init__(self) -> None:

@@ -82,7 +82,8 @@ class Group:
         self.device = device if spec.backend == "nccl" else torch.device("cpu")
         self._abandoned = abandoned or threading.Event()
         self._group: Any = None
-        self._kept: list[object] = []
+        self.kept: list[object] = []
+        """Memory that is kept alive until the group has ended."""
         ends = time.monotonic() + spec.timeout
         try:
             if store is None:
@@ -203,7 +204,7 @@ class Group:
 
     def keep(self, memory: object) -> None:
         """Keep memory alive until the group has ended: an unfinished broadcast may still read or write it."""
-        self._kept.append(memory)
+        self.kept.append(memory)
 
     def leave(self) -> None:
         """Leave the group; a broadcast under way in another thread fails. Idempotent."""
@@ -212,7 +213,7 @@ class Group:
         if group is None:
             return
         # An operation that nobody joined holds the group until its own timeout, so a thread waits for that.
-        held = [self._kept, group, self.spec.backend]
+        held = [self.kept, group, self.spec.backend]
         del group  # otherwise this may be the last reference
         ending = threading.Thread(target=_end, args=[held], name="drivetrain-leaves-group", daemon=True)
         ending.start()

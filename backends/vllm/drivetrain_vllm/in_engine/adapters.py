@@ -51,13 +51,13 @@ def _loaded(manager: Any, request: Any, held: HeldAdapter) -> Any:
         dtype=config.lora_dtype,
         **{name: value for name, value in optional.items() if name in known},
     )
-    _require_layers(manager._adapter_manager, made.loras)
+    require_layers(manager._adapter_manager, made.loras)
     if hasattr(request, "is_3d_lora_weight"):
         made.is_3d_lora_weight = request.is_3d_lora_weight
     return made
 
 
-def _require_layers(adapters: Any, layers: Iterable[str]) -> None:
+def require_layers(adapters: Any, layers: Iterable[str]) -> None:
     """Raise for layers that vLLM does not adapt. It refuses them in a folder's files, but skips them in memory.
 
     Args:

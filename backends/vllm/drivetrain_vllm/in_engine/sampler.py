@@ -201,7 +201,7 @@ def _ends_of_a_grammar(params: Any) -> set[int]:
     return ends - set((params.extra_args or {}).get(STOPS, ()))
 
 
-def _settle(logits: torch.Tensor) -> torch.Tensor:
+def settle(logits: torch.Tensor) -> torch.Tensor:
     """Return each row's largest logit; rows that failed get zeros, as sampling kernels cannot handle NaN."""
     top = logits.amax(-1)
     logits.masked_fill_(~drawable(top)[:, None], 0.0)
@@ -296,7 +296,7 @@ def _first_sample(original: Callable[..., Any]) -> Callable[..., Any]:
         if not requests.are_ours(ids):
             if len(logits) != len(ids):  # with speculative drafts there are more rows
                 return original(runner, logits, *more, **newer)
-            top = _settle(logits)
+            top = settle(logits)
             drawn = original(runner, logits, *more, **newer)
             drawn.sampled_token_ids = requests.check(ids, top, drawn.sampled_token_ids)
             return drawn
@@ -335,7 +335,7 @@ def _second_call(original: Callable[..., Any]) -> Callable[..., Any]:
         if not requests.are_ours(ids):
             if len(logits) != len(ids):
                 return original(sampler, logits, input_batch, *more, **newer)
-            top = _settle(logits)
+            top = settle(logits)
             drawn = original(sampler, logits, input_batch, *more, **newer)
             drawn.sampled_token_ids = requests.check(ids, top, drawn.sampled_token_ids)
             return drawn

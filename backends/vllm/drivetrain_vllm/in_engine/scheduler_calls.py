@@ -36,6 +36,8 @@ class Core:
     def __init__(self, core: Any) -> None:
         self._core = core
         self.arrivals = Arrivals()
+        self.host: WorkerSocket | None = None
+        """The host's socket, once calls are served from it."""
 
     def _of_workers(self, method: str, *arguments: object) -> object:
         return methods.result_of(method, forward(self._core, methods.call(method, arguments)))
@@ -214,13 +216,15 @@ def register() -> None:
     handle: Callable[[Any, Any, Any], None] = EngineCoreProc._handle_client_request
 
     def run_busy_loop(core: Any) -> None:
-        core._drivetrain_host = host = WorkerSocket(os.environ[SOCKET_VARIABLE])
+        _of(core).host = host = WorkerSocket(os.environ[SOCKET_VARIABLE])
         threading.Thread(target=_listen, args=(core, host), name="drivetrain-calls", daemon=True).start()
         run(core)
 
     def handle_client_request(core: Any, kind: Any, request: Any) -> None:
         if isinstance(request, ArrivedCall):
-            _serve(core, core._drivetrain_host, request)
+            host = _of(core).host
+            assert host is not None, "the call arrived from there"
+            _serve(core, host, request)
             return
         if kind == EngineCoreRequestType.ADD:
             _of(core).arrivals.note(_given(request[0].request_id))

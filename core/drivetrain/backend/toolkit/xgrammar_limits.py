@@ -27,6 +27,8 @@ _ESCAPES: Final = frozenset("BDPSWbdfknprstuvwx")
 """Letters whose escape xgrammar knows, or refuses itself."""
 _ALONE: Final = ("$ref", "allOf", "anyOf", "const", "enum", "oneOf")
 """Keywords beside which xgrammar ignores all others, the first before the next."""
+KNOWN_KEYWORDS: Final = _IGNORED.union(_NUMBERS, _TEXTS, _OBJECTS, _LISTS, _ALONE)
+"""Keywords of JSON Schema that this module treats each in its own way."""
 _FORMATS: Final = frozenset(
     {"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "json-pointer", "relative-json-pointer"}
     | {"time", "uri", "uri-reference", "uri-template", "uuid"}
