@@ -10,15 +10,13 @@ from typing import cast
 
 from drivetrain.backend.base import GenerateRequest, GenerateResult
 from drivetrain.types.config import EngineConfig
-from drivetrain.types.outputs import FinishReason
 from drivetrain_conformance.mutants.registry import mutant
 from drivetrain_conformance.mutants.spoil import (
     CorrectBackend,
     KnowingEos,
-    after,
-    joined,
     params_mutant,
     request_mutant,
+    token_by_token,
 )
 
 # Lost fields ---------------------------------------------------------------------------------------------------------
@@ -171,18 +169,14 @@ class counts_a_token_eight_times(CorrectBackend):
         penalty, bias = request.params.frequency_penalty, request.params.logit_bias
         if not penalty:
             return await super().generate(request)
-        made: GenerateResult | None = None
-        while made is None or len(made.token_ids) < request.max_new_tokens:
-            counts = Counter(made.token_ids if made else ())
+
+        def penalised(left: GenerateRequest, token_ids: list[int]) -> GenerateRequest:
+            counts = Counter(token_ids)
             less = {token: bias.get(token, 0.0) - penalty * min(count, 8) for token, count in counts.items()}
             fields = {"frequency_penalty": 0.0, "logit_bias": {**bias, **less}}
-            left = after(request, made) if made else request
-            params = left.params.model_copy(update=fields)
-            step = await super().generate(dataclasses.replace(left, params=params, max_new_tokens=1))
-            made = joined(made, step) if made else step
-            if step.finish_reason is not FinishReason.LENGTH:
-                break
-        return made
+            return dataclasses.replace(left, params=left.params.model_copy(update=fields))
+
+        return await token_by_token(super().generate, request, penalised)
 
 
 @request_mutant("sampling/another_seed_draws_otherwise", says="two of these were drawn alike")
@@ -196,18 +190,14 @@ class adds_the_step_to_the_seed(CorrectBackend):
     """A token's random number depends on the sum of seed and step, so that sample i + 1 repeats sample i."""
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        if request.seed is None or request.params.temperature == 0:
+        seed = request.seed
+        if seed is None or request.params.temperature == 0:
             return await super().generate(request)
-        made: GenerateResult | None = None
-        while made is None or len(made.token_ids) < request.max_new_tokens:
-            left, drawn = (after(request, made), len(made.token_ids)) if made else (request, 0)
-            step = await super().generate(
-                dataclasses.replace(left, max_new_tokens=1, seed=(request.seed + drawn) % 2**63)
-            )
-            made = joined(made, step) if made else step
-            if step.finish_reason is not FinishReason.LENGTH:
-                break
-        return made
+
+        def seeded(left: GenerateRequest, token_ids: list[int]) -> GenerateRequest:
+            return dataclasses.replace(left, seed=(seed + len(token_ids)) % 2**63)
+
+        return await token_by_token(super().generate, request, seeded)
 
 
 @request_mutant("sampling/without_a_seed_nothing_repeats", says="two of these were drawn alike")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -323,6 +323,22 @@ def joined(first: GenerateResult, rest: GenerateResult) -> GenerateResult:
         cached_tokens=first.cached_tokens,
         sampling_mask=_joined(first.sampling_mask, rest.sampling_mask),
     )
+
+
+async def token_by_token(
+    generate: Callable[[GenerateRequest], Awaitable[GenerateResult]],
+    request: GenerateRequest,
+    spoil: Callable[[GenerateRequest, list[int]], GenerateRequest],
+) -> GenerateResult:
+    """Generate a sample by requests of one token; ``spoil`` changes each, knowing the tokens so far."""
+    made: GenerateResult | None = None
+    while made is None or len(made.token_ids) < request.max_new_tokens:
+        left, token_ids = (after(request, made), made.token_ids) if made else (request, [])
+        step = await generate(dataclasses.replace(spoil(left, token_ids), max_new_tokens=1))
+        made = joined(made, step) if made else step
+        if step.finish_reason is not FinishReason.LENGTH:
+            break
+    return made
 
 
 def _joined(first: SamplingMask | None, rest: SamplingMask | None) -> SamplingMask | None:

@@ -96,6 +96,10 @@ class Answer:
         """Return the body, which must be strict JSON: no NaN and no Infinity."""
         return parsed(self.content, f"the body of {self.asked}")
 
+    def require(self, status: int) -> None:
+        """Raise unless the answer has this status."""
+        assert self.status == status, f"{self.asked} got {self.shown}; expected {status}"
+
     @property
     def shown(self) -> str:
         """Status and body, cut."""

@@ -206,6 +206,22 @@ class Target:
             await interrupt()
             return [begun, *await stream.rest()]
 
+    async def meanwhile(
+        self, path: str, body: Mapping[str, object], ask: Callable[[], Awaitable[Answer]]
+    ) -> list[Field]:
+        """Ask something after a streamed request's first event; return all events.
+
+        The server may answer once the request has ended, and must answer 200.
+        """
+        asking: list[asyncio.Future[Answer]] = []
+
+        async def begin() -> None:
+            asking.append(asyncio.ensure_future(ask()))
+
+        events = await self.interrupted(path, body, begin)
+        (await asking[0]).require(200)
+        return events
+
     async def requires_waiting(
         self, asking: Callable[[], Awaitable[Answer]], resume: Callable[[], Awaitable[object]]
     ) -> Answer:
@@ -238,7 +254,7 @@ def _require_offered(answer: Answer) -> None:
 
 def _ok(answer: Answer) -> Answer:
     _require_offered(answer)
-    assert answer.status == 200, f"{answer.asked} got {answer.shown}; expected 200"
+    answer.require(200)
     return answer
 
 

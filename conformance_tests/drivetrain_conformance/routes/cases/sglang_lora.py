@@ -33,7 +33,7 @@ async def unload(target: Target, name: str) -> Answer:
 
 def require_loaded(answer: Answer, name: str) -> None:
     """Require that an adapter was loaded."""
-    assert answer.status == 200, f"{answer.asked} got {answer.shown}; expected 200"
+    answer.require(200)
     body = answer.json()
     body["success"].equals(True)
     assert name in body["loaded_adapters"].mapping(), f"{body['loaded_adapters'].path} lacks {name}: {body.shown}"
@@ -87,7 +87,7 @@ async def an_adapter_that_was_unloaded_is_refused(target: Target) -> None:
     async with adapter(target) as name:
         await sampled(target, lora_path=name)
         answer = await unload(target, name)
-        assert answer.status == 200, f"{answer.asked} got {answer.shown}; expected 200"
+        answer.require(200)
         assert name not in answer.json()["loaded_adapters"].mapping(), answer.shown
         await require_refused(target, name)
 
@@ -145,15 +145,8 @@ async def unloading_nobody_is_a_client_error(target: Target) -> None:
 async def an_unload_lets_requests_end(target: Target) -> None:
     """A request that runs while its adapter is unloaded ends in ``length``. AReaL unloads adapters of old versions."""
     async with adapter(target) as name:
-        unloads: list[asyncio.Future[Answer]] = []
-
-        async def begin() -> None:
-            unloads.append(asyncio.ensure_future(unload(target, name)))  # servers may wait until the request ends
-
         params = {**NEUTRAL, "max_new_tokens": target.long}
         body = {"input_ids": [5], "sampling_params": params, "lora_path": name}
-        last = (await target.interrupted("/generate", body, begin))[-1]
-        answer = await unloads[0]
-        assert answer.status == 200, f"{answer.asked} got {answer.shown}; expected 200"
+        last = (await target.meanwhile("/generate", body, lambda: unload(target, name)))[-1]
         last["meta_info"]["finish_reason"]["type"].equals("length")
         await require_refused(target, name)

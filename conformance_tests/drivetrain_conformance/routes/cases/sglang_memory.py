@@ -26,7 +26,7 @@ async def without_cache(target: Target) -> AsyncIterator[None]:
 async def greedy(target: Target) -> list[int]:
     """Return the ids of a short greedy answer."""
     answer = await short(target)
-    assert answer.status == 200, f"{answer.asked} got {answer.shown}; expected 200"
+    answer.require(200)
     return answer.json()["output_ids"].ids()
 
 

@@ -81,8 +81,7 @@ async def an_adapter_that_was_unloaded_is_not_found(target: Target) -> None:
     """After ``/v1/unload_lora_adapter`` a request to the adapter is 404. Trainers must not sample a stale policy."""
     async with adapter(target) as name:
         await sampled(target, name)
-        answer = await unload(target, name)
-        assert answer.status == 200, f"{answer.asked} got {answer.shown}; expected 200"
+        (await unload(target, name)).require(200)
         await require_not_found(target, name)
 
 
@@ -93,8 +92,7 @@ async def a_name_can_be_loaded_again_after_an_unload(target: Target) -> None:
     async with adapter(target, 1) as name:
         await sampled(target, name)
         await unload(target, name)
-        answer = await load(target, name, 2)
-        assert answer.status == 200, f"{answer.asked} got {answer.shown}; expected 200"
+        (await load(target, name, 2)).require(200)
         material.require(await sampled(target, name), material.merged(2), material.merged(1), material.model)
 
 
@@ -104,8 +102,7 @@ async def an_adapter_without_a_folder_is_not_found(target: Target) -> None:
     async with adapter(target):  # a server without adapters answers 404 too
         name = new_name()
         body = {"lora_name": name, "lora_path": str(target.material.gone)}
-        answer = await target.ask("POST", "/v1/load_lora_adapter", body)
-        assert answer.status == 404, f"{answer.asked} got {answer.shown}; expected 404"
+        (await target.ask("POST", "/v1/load_lora_adapter", body)).require(404)
         await require_not_found(target, name)
 
 
@@ -113,8 +110,7 @@ async def an_adapter_without_a_folder_is_not_found(target: Target) -> None:
 async def unloading_nobody_is_not_found(target: Target) -> None:
     """To unload an adapter that is not loaded is 404. TRL's async trainer and prime-rl ignore that status."""
     async with adapter(target):
-        answer = await unload(target, new_name())
-        assert answer.status == 404, f"{answer.asked} got {answer.shown}; expected 404"
+        (await unload(target, new_name())).require(404)
 
 
 @route_case
@@ -122,8 +118,7 @@ async def a_name_that_is_taken_is_refused(target: Target) -> None:
     """A loaded name without ``load_inplace`` is 400, and its adapter goes on to answer."""
     material = target.material
     async with adapter(target, 1) as name:
-        answer = await load(target, name, 2)
-        assert answer.status == 400, f"{answer.asked} got {answer.shown}; expected 400"
+        (await load(target, name, 2)).require(400)
         material.require(await sampled(target, name), material.merged(1), material.merged(2))
 
 
@@ -134,8 +129,7 @@ async def an_adapter_is_replaced_in_place(target: Target) -> None:
     async with adapter(target, 1) as name:
         for _ in range(2):
             material.require(await sampled(target, name, prompt), material.merged(1), material.merged(2))
-        answer = await load(target, name, 2, load_inplace=True)
-        assert answer.status == 200, f"{answer.asked} got {answer.shown}; expected 200"
+        (await load(target, name, 2, load_inplace=True)).require(200)
         material.require(await sampled(target, name, prompt), material.merged(2), material.merged(1), material.model)
 
 
@@ -143,14 +137,8 @@ async def an_adapter_is_replaced_in_place(target: Target) -> None:
 async def an_unload_lets_requests_end(target: Target) -> None:
     """A request that runs while its adapter is unloaded ends in ``length``. TRL unloads adapters of old versions."""
     async with adapter(target) as name:
-        unloads: list[asyncio.Future[Answer]] = []
-
-        async def begin() -> None:
-            unloads.append(asyncio.ensure_future(unload(target, name)))  # servers may wait until the request ends
-
-        events = await target.interrupted("/v1/completions", {**long(target), "model": name}, begin)
-        answer = await unloads[0]
-        assert answer.status == 200, f"{answer.asked} got {answer.shown}; expected 200"
+        body = {**long(target), "model": name}
+        events = await target.meanwhile("/v1/completions", body, lambda: unload(target, name))
         last = [event["choices"][0] for event in events if event["choices"].entries()][-1]
         last["finish_reason"].equals("length")
         await require_not_found(target, name)

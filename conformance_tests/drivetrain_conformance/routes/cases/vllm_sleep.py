@@ -39,7 +39,7 @@ async def require_asleep(target: Target, expected: bool) -> None:
 
 def ids_of(answer: Answer) -> list[int]:
     """Return the ids of an answer, whose status must be 200."""
-    assert answer.status == 200, f"{answer.asked} got {answer.shown}; expected 200"
+    answer.require(200)
     return answer.json()["choices"][0]["token_ids"].ids()
 
 
