@@ -49,7 +49,7 @@ class _LoopThread:
         await self._closing.wait()
 
     def require_other_thread(self) -> None:
-        """Raise in the loop's own thread, which would wait for itself."""
+        """Raise if the caller runs in the loop's own thread: a blocking call there would wait for itself."""
         if threading.current_thread() is self._thread:
             raise EngineStateError("a blocking call in the engine's own thread would wait for itself; await there")
 
@@ -199,17 +199,17 @@ class SyncEngine:
 
     @property
     def config(self) -> EngineConfig:
-        """Its configuration."""
+        """The engine's configuration."""
         return self.engine.config
 
     @property
     def capabilities(self) -> frozenset[Capability]:
-        """Everything that it claims."""
+        """Every capability that the engine claims."""
         return self.engine.capabilities
 
     @property
     def state(self) -> EngineState:
-        """Its state."""
+        """The engine's state."""
         return self.engine.state
 
     @property

@@ -87,9 +87,10 @@ class Prefill:
         self.runs_alone = chunk is not None
         """True if a sequence is run without others."""
         self.keeps_prompts = prefixes is not None and (model.is_recurrent or self.runs_alone)
-        """True if the cache of each prompt is kept before its last pass.
+        """True if each prompt's cache is stored in the prefix cache just before the prompt's last forward pass.
 
-        States of a longer sequence cannot be cut back to it, and steps round otherwise than the passes of a prompt.
+        The cache of the longer sequence cannot serve later: recurrent states cannot be cut back to the prompt, and in
+        deterministic mode decoding steps round differently from a prompt's passes.
         """
 
     def budget(self, first: Sequence) -> Budget:
@@ -170,9 +171,16 @@ class Prefill:
         return [longest - 1] if self.keeps_prompts and longest > 1 else []
 
     def _between(self, unique: list[Sequence], past: Cache, last: int, columns: int) -> None:
-        """Prepare the next forward pass, the last one if ``last`` columns are held."""
+        """Between two forward passes: before the last one, put the prompts into the prefix cache.
+
+        Args:
+            unique: The sequences.
+            past: Their cache, with ``columns`` columns.
+            last: Number of columns before the last pass.
+            columns: Number of columns now.
+        """
         if self.runs_alone:
-            # The memory layout of a cached prefix, of which the rounding may depend.
+            # Rounding may depend on the memory layout, so use the layout of a cached prefix.
             put_states(past.layers, concatenated([states_of(past)]))
         if columns != last or self._prefixes is None or not self.keeps_prompts:
             return

@@ -38,7 +38,7 @@ async def requests_leave_nothing_behind(bench: Bench) -> None:
 
     Nor do they leave tasks or timers in the event loop.
     """
-    # So long that the memory shows what a request that ended early leaves of its prompt.
+    # Long prompts: if a request that ended early leaves its prompt behind, the memory shows it.
     prompts = bench.prompts(4, min(400, bench.engine.model_info.context_length // 2))
 
     async def held_after_some() -> dict[str, int]:

@@ -856,7 +856,7 @@ class _Sound:
 
     @property
     def heard(self) -> NDArray[np.float32]:
-        """The decoded sound, computed without the file."""
+        """The samples as a decoder returns them, in -1 to 1."""
         assert self.rate == _HERTZ
         return (self.samples / 32768).astype(np.float32)
 

@@ -26,7 +26,7 @@ USER: Final = "drivetrain check"
 _ROWS: Final = 128
 """Positions whose logprobs are computed at once, since a row is as long as the vocabulary."""
 _SHARE: Final = 0.1
-"""Root mean square of the noise that perturbed weights get, as a share of the tensor's own."""
+"""Root mean square of the noise added to weights, as a share of the root mean square of the tensor."""
 
 
 @dataclass(frozen=True, slots=True)

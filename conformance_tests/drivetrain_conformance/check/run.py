@@ -149,7 +149,7 @@ class _Check:
         self._failed: Measure | None = None
         """The first measure of logprobs that failed, or the rounding's, which tells more."""
         self._misloaded: list[str] = []
-        """Tensors that were not the checkpoint's after the start."""
+        """Tensors that differed from the checkpoint once the engine had started."""
 
     @property
     def answers(self) -> Answers:

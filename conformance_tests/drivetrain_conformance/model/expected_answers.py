@@ -103,7 +103,7 @@ def params_of(
 
 
 _Key = tuple[int, tuple[int, ...], Style, bool, int]
-"""Set of weights, prompt, style, with the adapter or without, sample."""
+"""Key of an answer: number of the weights, prompt, style, True with the adapter, index of the sample."""
 _SAMPLES: Final = {Style.PLAIN: 1, Style.PENALISED: 1, Style.SEEDED: 2}
 """Recorded samples of each prompt: seeded samples differ."""
 

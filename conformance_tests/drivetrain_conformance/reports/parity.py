@@ -34,7 +34,7 @@ _SCHEMA = '{"type": "array", "items": {"type": "boolean"}, "maxItems": 2}'
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """One completion, without what is made up for each call."""
+    """The fields of one completion that do not change from call to call, as ids and times do."""
 
     token_ids: list[int]
     text: str

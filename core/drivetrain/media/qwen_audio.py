@@ -24,13 +24,13 @@ from drivetrain.types.config import EngineConfig, Task
 from drivetrain.types.prompts import AudioInput, MediaInput
 
 AUDIO_MODELS: Final = frozenset({"qwen2_audio"})
-"""Model types whose sounds were checked to be seen as by transformers."""
+"""Model types whose sounds were compared with the processor of transformers."""
 
 _SOUNDS: Final = 4
 """Maximum sounds that are decoded at a time."""
 
 _LEAST_TOKENS: Final = 2
-"""Minimum tokens of a sound: transformers takes a single placeholder for one that is still to be repeated."""
+"""Minimum tokens of a sound: if a prompt has one placeholder, transformers expands it once more."""
 
 
 def audio_capabilities(config: EngineConfig) -> frozenset[Capability]:

@@ -77,7 +77,7 @@ class EngineActor:
             await self._require_gpus()
             engine = create_engine(self._config)
             await engine.start()
-            # As a host process does: a full collection would scan the objects of the start again and again.
+            # As a host process does: otherwise each full garbage collection scans the objects that the start made.
             gc.collect()
             gc.freeze()
             self._engine = engine

@@ -287,7 +287,7 @@ class RolloutActor(EngineActor):
 
 
 _translated = sampling_params
-"""Under another name than the arguments of the methods above."""
+"""The imported function, under a name that no argument of the methods above hides."""
 
 
 def _spec(name: str, dtype: torch.dtype, shape: Sequence[int]) -> TensorSpec:

@@ -82,7 +82,10 @@ class WorkerRequests(Backend, Generic[S]):
 
     @abstractmethod
     def outputs(self, request: GenerateRequest, sample: S, *, stream: bool) -> AsyncGenerator[Any, None]:
-        """Send a request within :meth:`admitted`, and yield the engine's outputs; without ``stream``, one is enough."""
+        """Send a request within :meth:`admitted`, and yield the engine's outputs.
+
+        If ``stream`` is false, a single output with all tokens is enough.
+        """
 
     @abstractmethod
     async def send_abort(self, names: Sequence[str]) -> None:

@@ -55,7 +55,7 @@ class PartStager:
         as_is = all(tensors[part.index].dtype == self._dtypes[part.name] for part in parts)
         sums: dict[str, int] = {}
         strange: dict[str, str] = {}
-        # Conversions take memory until they are staged: one bucket at a time.
+        # Converted tensors hold memory until they are staged, so convert one bucket at a time.
         groups = [parts] if as_is else self._buckets
         for number, group in enumerate(groups):
             pace = _pace(wanted.gpu_share, reached, number, len(groups))

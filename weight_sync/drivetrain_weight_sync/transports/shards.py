@@ -54,7 +54,7 @@ def unpacked(data: bytes) -> list[FlatPart]:
 def plan_of_parts(plan: WeightPlan, parts: Iterable[FlatPart]) -> WeightPlan:
     """Place a rank's parts in as many buckets as the plan has; each part is a tensor of one dimension.
 
-    The rank places them alike, so that only the parts travel.
+    The sending rank computes the same places, so places need not be sent.
     """
     specs = plan.tensors
     return place(

@@ -177,6 +177,6 @@ def _make_grammars(_: None, manager: Any, scheduler: Any) -> None:
         trust_remote_code=arguments.trust_remote_code,
         revision=arguments.revision,
     )
-    # A grammar ends with these.
+    # Ids that may follow the end of a grammar.
     ends = _worker(scheduler).eos_token_ids | {*eos_token_ids(tokenizer)}
     manager.grammar_backend = create_grammar_backend(arguments, tokenizer, scheduler.model_config.vocab_size, ends)
