@@ -1,4 +1,4 @@
-"""Sampling masks: each output token's ids to draw from are those that an independent forward pass leaves."""
+"""Sampling masks: they allow the ids that the sampling params leave of an independent forward pass."""
 
 from __future__ import annotations
 

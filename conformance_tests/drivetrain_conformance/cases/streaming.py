@@ -418,7 +418,7 @@ async def a_slow_reader_does_not_outlast_the_timeout(bench: Bench) -> None:
     """timeout= also ends a stream whose reader is slower than the engine, so that a chunk is always waiting for it."""
     now = asyncio.get_running_loop().time
     params = bench.long()
-    # A fast engine would be done before the look that is taken after four times as long.
+    # Short enough that even a fast engine still generates after four times the timeout, when the test looks.
     assert params.max_new_tokens is not None
     timeout = min(_PATIENCE, params.max_new_tokens / max(bench.tokens_per_second, 1.0) / 10)
     begun, is_over = now(), False

@@ -80,7 +80,7 @@ class StatusRoutes:
         engine, traffic = self._served.engine, self._served.traffic
         try:
             stats = await engine.stats()
-        except DrivetrainError:  # an engine that cannot say still has a state, which says why
+        except DrivetrainError:  # e.g. a failed engine: the state on the page says why there are no counts
             running = waiting = None
         else:
             running, waiting = stats.running, stats.waiting

@@ -27,7 +27,7 @@ class PartStager:
 
     def __init__(self) -> None:
         self._senders: dict[tuple[str, torch.device], Sender] = {}
-        """The one in use, by transport and device."""
+        """The sender in use, by transport and device."""
         self._looks = Looks()
         self._buckets: tuple[tuple[PartSpec, ...], ...] = ()
         self._plan = WeightPlan(())

@@ -19,8 +19,8 @@ class WeightBucket:
     group_name: str
     specs: tuple[TensorSpec, ...]
     chunk_bytes: int | None
-    """None: each tensor is a broadcast. Else the tensors come as uint8 broadcasts of their bytes, without gaps; a chunk
-    ends with the tensor by which it becomes larger than this."""
+    """Size from which a chunk is broadcast: tensors are joined as bytes until they are larger. None: each tensor is a
+    broadcast of its own."""
     version: str | None = None
     """Version of the weights that the update makes; None: the server counts."""
     abort_requests: bool = False
