@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
@@ -10,7 +12,8 @@ import pytest
 
 from drivetrain import EngineDied, EngineStartError, GenerateRequest
 from drivetrain.process import HostedBackend
-from drivetrain_conformance.harness.fork_server import ForkServer
+from drivetrain_conformance.harness import fork_server
+from drivetrain_conformance.harness.fork_server import ForkServer, serve_forks
 
 Ask = Callable[..., GenerateRequest]
 Make = Callable[..., HostedBackend]
@@ -74,6 +77,16 @@ def test_imports_that_fail_or_leave_threads_are_refused(
     with pytest.raises(EngineStartError, match=words), ForkServer("fake"):
         pass
     assert psutil.Process().children() == before
+
+
+def test_imports_that_start_cuda_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = tmp_path / "nvidia-uvm"
+    opened.touch()
+    monkeypatch.setattr(fork_server, "CUDA_FILE", str(opened))
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, ExitStack() as files:
+        assert serve_forks(theirs.detach(), lambda: files.enter_context(opened.open()), lambda _: 0) == 1
+        assert b"started CUDA" in ours.recv(1024)
 
 
 def test_a_python_that_cannot_be_run_is_refused() -> None:

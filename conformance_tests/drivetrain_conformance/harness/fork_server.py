@@ -1,6 +1,7 @@
 """Fork server: a process that has imported an engine and forks hosts, because imports take most of a start.
 
-For runs that start many engines, such as the conformance suite. Not for GPUs: CUDA does not survive a fork.
+For runs that start many engines, such as the conformance suite. CUDA does not survive a fork, so on a GPU the imports
+must leave it alone; those of vLLM do.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from drivetrain.process.host_python import cannot_run
 
 _MESSAGE: Final = 1 << 17
 _STATUS: Final = "i"
+CUDA_FILE: Final = "/dev/nvidia-uvm"
+"""The file that CUDA opens when it starts; asking NVML does not open it."""
 
 
 class ForkServer:
@@ -40,7 +43,7 @@ class ForkServer:
         program: Program of a forked process: ``host``, a host process, or ``command``, the ``drivetrain`` command line.
 
     Raises:
-        EngineStartError: The server does not start, or its imports start threads, which a fork would lose.
+        EngineStartError: The server does not start, or its imports start threads or CUDA, which a fork would lose.
     """
 
     script: ClassVar[str] = __file__
@@ -149,7 +152,7 @@ class ForkedHost:
 # In the server -------------------------------------------------------------------------------------------------------
 
 
-def serve_forks(fd: int, preload: Callable[[], None], main: Callable[[list[str]], int]) -> int:
+def serve_forks(fd: int, preload: Callable[[], object], main: Callable[[list[str]], int]) -> int:
     """Run ``preload``, then fork a process that runs ``main`` for each message on ``fd``, until it closes."""
     connection = socket.socket(fileno=fd)
     os.set_inheritable(fd, False)
@@ -157,6 +160,9 @@ def serve_forks(fd: int, preload: Callable[[], None], main: Callable[[list[str]]
         preload()
     except Exception as error:
         connection.send(f"{type(error).__name__}: {error}".encode()[:_MESSAGE])
+        return 1
+    if _uses_cuda():
+        connection.send(b"the imports started CUDA, which does not survive a fork")
         return 1
     threads = len(list(Path("/proc/self/task").iterdir()))
     if threads > 1:
@@ -196,6 +202,10 @@ def serve_forks(fd: int, preload: Callable[[], None], main: Callable[[list[str]]
                 connection.send(str(pid).encode())
 
 
+def _uses_cuda() -> bool:
+    return any(os.path.realpath(descriptor) == CUDA_FILE for descriptor in Path("/proc/self/fd").iterdir())
+
+
 def _reap(pidfd: int, pid: int, ended: int) -> None:
     _, status = os.waitpid(pid, 0)
     os.write(ended, array.array(_STATUS, [os.waitstatus_to_exitcode(status)]).tobytes())
@@ -228,4 +238,4 @@ def main() -> int:
 if __name__ == "__main__":
     sys.exit(main())
 
-__all__ = ["ForkServer", "ForkedHost", "serve_forks"]
+__all__ = ["CUDA_FILE", "ForkServer", "ForkedHost", "serve_forks"]
