@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -12,6 +14,7 @@ import pytest
 
 from drivetrain import EngineDied, EngineStartError, GenerateRequest
 from drivetrain.process import HostedBackend
+from drivetrain.testing import tiny_model
 from drivetrain_conformance.harness import fork_server
 from drivetrain_conformance.harness.fork_server import ForkServer, serve_forks
 
@@ -49,6 +52,24 @@ async def test_a_forked_host_has_the_environment_of_its_trainer(
         await backend.start(print)
         await backend.close()
     assert "starting with marker set after the fork server began" in caplog.text
+
+
+@pytest.mark.usefixtures("plugin")
+def test_hosts_of_a_forked_command_are_forked_as_well() -> None:
+    command = ["host", "--backend", "fake", "--model", str(tiny_model("qwen2")), "--isolation", "process"]
+    said = b""
+    with ForkServer("fake", program="command") as server:
+        forked = server.start(command, os.environ, ())
+        while not (line := forked.stdout.readline()).startswith(b"endpoint: "):
+            assert line, f"it ended with {forked.wait(60)}: {said}"
+            said += line
+        below = psutil.Process(forked.pid).children(recursive=True)
+        assert len(below) == 2, f"below the command run {below}: expected its fork server and the host"
+        assert all(fork_server.__file__ in process.cmdline() for process in below)
+        os.kill(forked.pid, signal.SIGTERM)
+        assert forked.wait(60) == 0
+        assert not any(process.is_running() for process in below)
+        forked.stdout.close()
 
 
 async def test_the_end_of_the_fork_server_is_the_end_of_its_hosts(make: Make, ask: Ask) -> None:
