@@ -140,7 +140,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
 }
-_FORKED = {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}
+_FORKED = {"VLLM_WORKER_MULTIPROC_METHOD": os.environ.get("VLLM_WORKER_MULTIPROC_METHOD", "fork")}
 """A forked host has imported vLLM; its engine core would otherwise import vLLM again."""
 
 # Shards --------------------------------------------------------------------------------------------------------------
