@@ -54,7 +54,7 @@ class Batch:
         config = EngineConfig(backend="transformers", model=str(tiny_model(architecture)), device="cpu")
         self.model = LoadedModel.load(config, lambda stage: None)
         assert can_be_fixed(self.model.module)
-        graphs = DecodeGraphs(self.model.module, self.model.fixed_step, self.captured)
+        graphs = DecodeGraphs(self.model.module, self.captured)
         self.caches = [RunningCache(graphs), RunningCache()]
         self.ids: list[int] = []
         self.join(prompts)

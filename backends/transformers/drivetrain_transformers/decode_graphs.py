@@ -13,14 +13,11 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final, Protocol
 
 import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
-
-if TYPE_CHECKING:
-    from drivetrain_transformers.kv_cache import RunningCache
 
 logger: Final = logging.getLogger("drivetrain.transformers")
 
@@ -42,6 +39,25 @@ class Shape:
     rows: int
     start: int
     end: int
+
+
+class Batch(Protocol):
+    """The running batch, as far as a step needs it: a ``RunningCache``."""
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens in each row."""
+
+    @property
+    def end(self) -> int:
+        """Column of the next token."""
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the buffers."""
+
+    def shape_of_step(self) -> Shape:
+        """Return the rows and columns that a step computes whose tensors are fixed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,18 +163,11 @@ class DecodeGraphs:
 
     Args:
         module: The model.
-        run: Computes a fixed step on a running batch, and returns logits of shape (rows, vocabulary).
         capture: Makes a graph of a computation.
     """
 
-    def __init__(
-        self,
-        module: PreTrainedModel,
-        run: Callable[[FixedStep, RunningCache], torch.Tensor],
-        capture: Capture = captured,
-    ) -> None:
+    def __init__(self, module: PreTrainedModel, capture: Capture = captured) -> None:
         self._tensors: list[torch.Tensor] = [*module.parameters(), *module.buffers()]
-        self._run = run
         self.capture = capture
         self._graphs: OrderedDict[Shape, _Graph] = OrderedDict()
         self._seen: dict[Shape, int] = {}
@@ -169,13 +178,20 @@ class DecodeGraphs:
         self._graphs.clear()
         self._seen.clear()
 
-    def decode(self, ids: list[int], cache: RunningCache, eager: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def decode(
+        self,
+        ids: list[int],
+        cache: Batch,
+        eager: Callable[[], torch.Tensor],
+        fixed: Callable[[FixedStep], torch.Tensor],
+    ) -> torch.Tensor:
         """Compute one token of each running row; return logits of shape (rows, vocabulary).
 
         Args:
             ids: Newest id of each row.
             cache: The running batch, with a column open for these ids.
             eager: Computes the same without a graph.
+            fixed: Computes a fixed step on the batch; returns logits of shape (the step's rows, vocabulary).
         """
         if self.is_off:
             return eager()
@@ -186,7 +202,7 @@ class DecodeGraphs:
             graph = None
         if graph is None:
             logits = eager()
-            self._count(shape, ids, cache)
+            self._count(shape, ids, cache, fixed)
             return logits
         self._graphs.move_to_end(shape)
         graph.step.set(ids, cache.lengths, cache.end)
@@ -197,7 +213,7 @@ class DecodeGraphs:
         self._check(found, wanted, graph)
         return wanted
 
-    def _count(self, shape: Shape, ids: list[int], cache: RunningCache) -> None:
+    def _count(self, shape: Shape, ids: list[int], cache: Batch, fixed: Callable[[FixedStep], torch.Tensor]) -> None:
         """Count a shape's step; capture its graph if it was the last one to run without."""
         self._seen[shape] = self._seen.get(shape, 0) + 1
         if self._seen[shape] < _EAGER_STEPS:
@@ -205,7 +221,7 @@ class DecodeGraphs:
         step = FixedStep.of(shape, cache.device)
         step.set(ids, cache.lengths, cache.end)
         try:
-            replay = self.capture(lambda: self._run(step, cache))
+            replay = self.capture(lambda: fixed(step))
         except (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError, IndexError) as error:
             # The step itself is computed; transformers, or the memory, does not allow a graph of it.
             self._give_up(f"a decode step cannot be captured as a CUDA graph: {type(error).__name__}: {error}")

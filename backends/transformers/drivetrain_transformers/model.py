@@ -381,17 +381,19 @@ class LoadedModel:
 
         if cache.graphs is None or states or experts:
             return step()
-        return Computed(cache.graphs.decode(last_ids, cache, lambda: step().logits))
+        return Computed(
+            cache.graphs.decode(last_ids, cache, lambda: step().logits, lambda fixed: self._fixed_step(fixed, cache))
+        )
 
     def decode_graphs(self) -> DecodeGraphs | None:
         """Return an empty set of CUDA graphs for a running batch; None if its steps cannot be captured."""
         suits = self._positions and self._attends and not self.is_recurrent and not self.placeholders
         if not suits or self.device.type != "cuda" or not self.has_own_process or self.adapters is not None:
             return None
-        return DecodeGraphs(self.module, self.fixed_step) if can_be_fixed(self.module) else None
+        return DecodeGraphs(self.module) if can_be_fixed(self.module) else None
 
     @torch.inference_mode()
-    def fixed_step(self, step: FixedStep, cache: RunningCache) -> torch.Tensor:
+    def _fixed_step(self, step: FixedStep, cache: RunningCache) -> torch.Tensor:
         """Run a step whose tensors are always the same; return logits of shape (the step's rows, vocabulary)."""
         with cache.fixed(step) as mask:
             arguments: dict[str, object] = {"logits_to_keep": 1} if self._keeps_logits else {}

@@ -211,6 +211,10 @@ class Scheduler:
         """Label tokens sampled from here on with ``version``, and keep no cache of the old weights as a prefix."""
         self.relabel(version)
         self._epoch += 1
+        self.drop_graphs()
+
+    def drop_graphs(self) -> None:
+        """Drop the CUDA graphs of steps: the weights that they read change, or their memory goes."""
         self._cache.drop_graphs()
 
     def relabel(self, version: str) -> None:
