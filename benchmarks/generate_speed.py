@@ -7,7 +7,8 @@ Each way samples ``--tokens`` tokens after each prompt, at temperature 1 from th
 96 tokens. Ways take turns. Prints tokens/s, the median of the rounds, and its ratio to the fastest of transformers'
 own:
 
-- drivetrain: an inline engine of the transformers backend, without logprobs and with them.
+- drivetrain: an engine of the transformers backend, inline and in a process of its own, where it decodes with CUDA
+  graphs; without logprobs and with them.
 - generate: ``model.generate`` on the left-padded batch.
 - continuous: ``model.generate_batch``, its continuous batching, with attention by ``paged|sdpa``. The first call of
   each batch is not timed, and its manager is kept.
@@ -96,12 +97,17 @@ def continuous_way(model: PreTrainedModel, tokens: int) -> Way:
 async def measure(given: argparse.Namespace, folder: Path) -> None:
     kwargs: dict[str, Any] = {"dtype": torch.bfloat16 if DEVICE == "cuda" else torch.float32, "device_map": DEVICE}
     fields: dict[str, Any] = {"model": str(folder), "max_num_seqs": max(given.batch), "enable_prefix_caching": False}
-    async with create_engine("transformers", isolation="inline", **fields) as engine:
+    async with (
+        create_engine("transformers", isolation="inline", **fields) as inline,
+        create_engine("transformers", isolation="process", **fields) as hosted,
+    ):
         own = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa", **kwargs)
         paged = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="paged|sdpa", **kwargs)
         ways = {
-            "drivetrain": engine_way(engine, given.tokens, logprobs=False),
-            "drivetrain, logprobs": engine_way(engine, given.tokens, logprobs=True),
+            "drivetrain, inline": engine_way(inline, given.tokens, logprobs=False),
+            "drivetrain, inline, logprobs": engine_way(inline, given.tokens, logprobs=True),
+            "drivetrain, process": engine_way(hosted, given.tokens, logprobs=False),
+            "drivetrain, process, logprobs": engine_way(hosted, given.tokens, logprobs=True),
             "generate": generate_way(own, given.tokens),
             "continuous": continuous_way(paged, given.tokens),
         }
@@ -120,7 +126,7 @@ async def measure_batch(ways: dict[str, Way], prompts: list[list[int]], rounds: 
             try:
                 tokens = await way(prompts)
             except Exception as error:  # transformers' own way fails: said in its row
-                print(f"batch {len(prompts):4}  {name:22} fails: {type(error).__name__}: {error}"[:400], flush=True)
+                print(f"batch {len(prompts):4}  {name:30} fails: {type(error).__name__}: {error}"[:400], flush=True)
                 del ways[name]
                 continue
             if index:
@@ -129,7 +135,7 @@ async def measure_batch(ways: dict[str, Way], prompts: list[list[int]], rounds: 
     theirs = max((rate for name, rate in medians.items() if not name.startswith("drivetrain")), default=0.0)
     for name, rate in medians.items():
         ratio = f"{rate / theirs:6.2f} x the fastest of transformers' own" if theirs else ""
-        print(f"batch {len(prompts):4}  {name:22} {rate:10.0f} tokens/s {ratio}", flush=True)
+        print(f"batch {len(prompts):4}  {name:30} {rate:10.0f} tokens/s {ratio}", flush=True)
 
 
 def main() -> None:

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 from collections.abc import Iterable, Mapping
 from itertools import accumulate, chain, repeat
+from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drivetrain_conformance.assertions.memory_use import SERIES, check_steady, steady_growth
+from drivetrain_conformance.assertions.memory_use import (
+    SERIES,
+    check_steady,
+    held_by_device,
+    steady_growth,
+    tells_processes_apart,
+)
 
 ROOM = 200
 """Allowed growth per piece of work, in KiB."""
@@ -90,3 +100,45 @@ def test_a_warm_up_is_no_leak(jitter: list[int], warm_up: list[int]) -> None:
 )
 def test_growth_is_that_of_most_pieces(held: list[int], grew: int) -> None:
     assert steady_growth(held, room=5) == grew
+
+
+@pytest.fixture
+def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU of 1,000 MiB, of which 800 are in use."""
+    monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(NVMLError=RuntimeError))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (200 * 2**20, 1000 * 2**20))
+
+
+def _line(pid: int, held: float) -> str:
+    return f"process {pid:>10d} uses {held:>12.3f} MB GPU memory"
+
+
+@pytest.mark.usefixtures("one_gpu")
+def test_memory_of_other_processes_on_the_gpu_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = "\n".join(("GPU:0", _line(os.getpid(), 1.5), _line(os.getppid(), 700)))
+    monkeypatch.setattr(torch.cuda, "list_gpu_processes", lambda _: listed)
+    assert held_by_device() == [1.5 * 2**20]
+    assert tells_processes_apart()
+
+
+def _of_others(_: int) -> str:
+    return f"GPU:0\n{_line(os.getppid(), 700)}"
+
+
+def _without_sizes(_: int) -> str:
+    raise TypeError("unsupported operand type(s) for /: 'NoneType' and 'int'")
+
+
+def _not_supported(_: int) -> str:
+    raise RuntimeError("Not Supported")
+
+
+@pytest.mark.usefixtures("one_gpu")
+@pytest.mark.parametrize("listed", [_of_others, _without_sizes, _not_supported])
+def test_where_the_driver_hides_processes_the_whole_gpu_is_measured(
+    listed: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "list_gpu_processes", listed)
+    assert held_by_device() == [800 * 2**20]
+    assert not tells_processes_apart()

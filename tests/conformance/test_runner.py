@@ -14,6 +14,7 @@ import pytest
 
 from drivetrain import Capability, FinishReason, PauseMode, SamplingParams
 from drivetrain_conformance.assertions.same_answers import check_greedy
+from drivetrain_conformance.assets.served_models import ModelKind
 from drivetrain_conformance.cases import GROUPS, all_cases
 from drivetrain_conformance.harness.capability_results import CapabilityResults
 from drivetrain_conformance.harness.case import Body, Case, Hardware
@@ -35,13 +36,16 @@ def runner() -> Iterator[Runner]:
 def run(runner: Runner, body: Body, *needs: Capability, own_engine: bool = False, **fields: object) -> CaseResult:
     hardware = fields.pop("hardware", Hardware.ANY)
     changes_weights = bool(fields.pop("changes_weights", False))
+    kind = fields.pop("kind", ModelKind.TEXT)
     assert isinstance(hardware, Hardware)
+    assert isinstance(kind, ModelKind)
     case = Case(
         "made_up",
         getattr(body, "__name__", "body"),
         "A made-up case.",
         frozenset(needs),
         body,
+        model=kind,
         config=fields,
         hardware=hardware,
         own_engine=own_engine,
@@ -125,6 +129,26 @@ def test_a_refusal_of_what_is_unclaimed_is_refused(runner: Runner) -> None:
         await bench.engine.start_profile("nowhere")
 
     assert run(runner, body, Capability.PROFILE).verdict is Verdict.REFUSED
+
+
+def test_a_case_whose_model_has_only_a_part_of_what_it_needs_is_refused_for_all_that_the_text_model_lacks(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is run on the text model, which may refuse another part of it."""
+    own, experts = runner.suite.claims, frozenset({Capability.ROUTED_EXPERTS})
+    moe = str(runner.models.path(ModelKind.MOE))
+
+    def claims(fields: Mapping[str, object]) -> frozenset[Capability]:
+        claimed = own(fields) - {Capability.ROUTED_EXPERTS, Capability.PROMPT_ROUTED_EXPERTS}
+        return claimed | experts if fields["model"] == moe else claimed
+
+    monkeypatch.setattr(runner.suite, "claims", claims)
+
+    async def body(bench: Bench) -> None:
+        await bench.engine.generate([5], {"return_routed_experts": True, "return_prompt_routed_experts": True})
+
+    needs = (Capability.ROUTED_EXPERTS, Capability.PROMPT_ROUTED_EXPERTS)
+    assert run(runner, body, *needs, kind=ModelKind.MOE).verdict is Verdict.REFUSED
 
 
 def test_a_configuration_that_is_refused_counts_as_the_refusal(runner: Runner) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from drivetrain import (
     EngineBusy,
     EngineDied,
     EngineInternalError,
+    EngineState,
     EngineStateError,
     InferenceEngine,
     InvalidConfig,
@@ -431,6 +433,45 @@ async def test_an_engine_that_joins_is_stale_unless_it_is_shown_to_serve_the_sam
         output = await fleet.generate([[i] for i in range(6)], GREEDY)
         assert {completion.weight_version for completion in output.completions} == {"two"}
         assert fleet.member("late").load.taken > 0
+
+
+async def test_a_push_while_an_engine_starts_reaches_the_others_and_leaves_it_stale(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late, let_it_start = local(model), asyncio.Event()
+    start = late.start
+
+    async def start_later(progress: Callable[[str], None] | None = None) -> None:
+        await let_it_start.wait()
+        await start(progress)
+
+    monkeypatch.setattr(late, "start", start_later)
+    async with fleet_of(2, model) as fleet:
+        joining = asyncio.create_task(fleet.add(late, "late"))
+        await until(lambda: fleet.health() == ["ready", "ready", "starting"])
+        async with WeightSync.connect(await tensors_for(fleet), fleet) as sync:
+            await sync.push(version="one")
+            assert fleet.health() == ["ready", "ready", "starting"]
+            output = await fleet.generate([[i] for i in range(6)], GREEDY)
+            assert {completion.weight_version for completion in output.completions} == {"one"}
+            let_it_start.set()
+            assert await joining == "late"
+            assert fleet.health() == ["ready", "ready", "stale"]
+            await fleet.generate([[i] for i in range(6)], GREEDY)
+            assert fleet.member("late").load.taken == 0
+            await sync.push(version="two")
+        assert fleet.health() == ["ready", "ready", "ready"]
+
+
+async def test_a_push_before_the_fleet_has_started_is_refused(model: Path) -> None:
+    fleet = InferenceEngineClient([local(model), local(model)])
+    starting = asyncio.create_task(fleet.start())
+    await until(lambda: fleet.state is EngineState.STARTING)
+    with pytest.raises(EngineStateError, match="starting"):
+        await fleet.load_weights_from_disk(model, "one")
+    await starting
+    assert (await fleet.generate([[1]], GREEDY)).completions[0].weight_version == "initial"
+    await fleet.teardown()
 
 
 async def test_a_folder_that_the_fleet_serves_makes_a_newcomer_ready(model: Path) -> None:

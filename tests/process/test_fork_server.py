@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import socket
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
@@ -10,7 +14,9 @@ import pytest
 
 from drivetrain import EngineDied, EngineStartError, GenerateRequest
 from drivetrain.process import HostedBackend
-from drivetrain_conformance.harness.fork_server import ForkServer
+from drivetrain.testing import tiny_model
+from drivetrain_conformance.harness import fork_server
+from drivetrain_conformance.harness.fork_server import ForkServer, serve_forks
 
 Ask = Callable[..., GenerateRequest]
 Make = Callable[..., HostedBackend]
@@ -48,6 +54,24 @@ async def test_a_forked_host_has_the_environment_of_its_trainer(
     assert "starting with marker set after the fork server began" in caplog.text
 
 
+@pytest.mark.usefixtures("plugin")
+def test_hosts_of_a_forked_command_are_forked_as_well() -> None:
+    command = ["host", "--backend", "fake", "--model", str(tiny_model("qwen2")), "--isolation", "process"]
+    said = b""
+    with ForkServer("fake", program="command") as server:
+        forked = server.start(command, os.environ, ())
+        while not (line := forked.stdout.readline()).startswith(b"endpoint: "):
+            assert line, f"it ended with {forked.wait(60)}: {said}"
+            said += line
+        below = psutil.Process(forked.pid).children(recursive=True)
+        assert len(below) == 2, f"below the command run {below}: expected its fork server and the host"
+        assert all(fork_server.__file__ in process.cmdline() for process in below)
+        os.kill(forked.pid, signal.SIGTERM)
+        assert forked.wait(60) == 0
+        assert not any(process.is_running() for process in below)
+        forked.stdout.close()
+
+
 async def test_the_end_of_the_fork_server_is_the_end_of_its_hosts(make: Make, ask: Ask) -> None:
     with ForkServer("fake"):
         backend = make()
@@ -74,6 +98,16 @@ def test_imports_that_fail_or_leave_threads_are_refused(
     with pytest.raises(EngineStartError, match=words), ForkServer("fake"):
         pass
     assert psutil.Process().children() == before
+
+
+def test_imports_that_start_cuda_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = tmp_path / "nvidia-uvm"
+    opened.touch()
+    monkeypatch.setattr(fork_server, "CUDA_FILE", str(opened))
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, ExitStack() as files:
+        assert serve_forks(theirs.detach(), lambda: files.enter_context(opened.open()), lambda _: 0) == 1
+        assert b"started CUDA" in ours.recv(1024)
 
 
 def test_a_python_that_cannot_be_run_is_refused() -> None:

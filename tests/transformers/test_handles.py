@@ -324,9 +324,10 @@ async def test_an_owner_that_is_gone_fails_the_calls_of_its_holders(model: Path,
 async def test_who_does_not_know_the_key_gets_nothing(open_engine: OpenEngine) -> None:
     async with open_engine() as engine:
         handle = await engine.handle(key="the right key of some length")
-        with pytest.raises(WireError, match="key is wrong"):
-            await attach(EngineHandle(handle.address, "a wrong key of some length"))
-        for junk in (b"GET / HTTP/1.1\r\n\r\n", (1 << 20).to_bytes(4, "little"), b"\0\0\0\0"):
+        for wrong in ("a wrong key of some length", "w", handle.key * 100_000):
+            with pytest.raises(WireError, match="key is wrong"):
+                await attach(EngineHandle(handle.address, wrong))
+        for junk in (b"GET / HTTP/1.1\r\n\r\n", (1 << 20).to_bytes(4, "little"), b"\xff" * 4, b"\0\0\0\0"):
             reader, writer = await asyncio.open_unix_connection(handle.path)
             writer.write(junk)
             async with asyncio.timeout(BOUND):
@@ -344,6 +345,9 @@ async def test_wrong_arguments_are_refused_by_name(open_engine: OpenEngine) -> N
     for address in ("http://host:1", "tcp://host", "tcp://host:99999", "unix:relative"):
         with pytest.raises(InvalidRequest, match="address"):
             EngineHandle(address, "key")
+    for key in ("", None, 7, "clé"):
+        with pytest.raises(InvalidRequest, match="key"):
+            EngineHandle("unix:/x", key)  # type: ignore[arg-type]
     async with open_engine() as engine:
         with pytest.raises(InvalidConfig, match="key"):
             await engine.handle(key="short")

@@ -115,29 +115,6 @@ def test_who_draws(params: dict[str, Any], mode: str, seed: int | None, native: 
     assert translate.drawn_by_vllm(request(params, mode, seed)) is native
 
 
-def test_where_results_are_deterministic_no_request_is_drawn_by_vllm() -> None:
-    greedy = request({"temperature": 0, "logprobs": 0}, "temperature")
-    assert translate.drawn_by_vllm(greedy)
-    assert not translate.drawn_by_vllm(greedy, deterministic=True)
-
-
-@pytest.mark.parametrize(
-    ("fields", "claimed"),
-    [
-        ({}, True),
-        ({"device": "cpu"}, False),
-        ({"tensor_parallel_size": 2}, False),
-        ({"enable_lora": True}, False),
-        ({"task": "embed"}, False),
-        ({"engine_kwargs": {"quantization": "fp8"}}, False),
-    ],
-)
-def test_where_determinism_is_claimed(tmp_path: Path, fields: dict[str, Any], claimed: bool) -> None:
-    on_a_gpu = {"model": str(tmp_path), "device": "cuda", "deterministic": True}
-    capabilities = VLLMBackend.capabilities(config(**{**on_a_gpu, **fields}))
-    assert (Capability.DETERMINISTIC in capabilities) is claimed
-
-
 @pytest.mark.parametrize(
     ("device", "fields", "asked", "by_block", "claimed"),
     [

@@ -84,6 +84,9 @@ _MEMORY_SAVERS: Final = frozenset(
 )
 """Capabilities that SGLang's memory saver provides on a GPU."""
 
+_RECOMPUTED: Final = frozenset({Capability.PAUSE_RETRACT, Capability.WEIGHT_UPDATE_IN_FLIGHT_RETRACT})
+"""Capabilities that compute generated tokens again in one pass, which on a GPU rounds otherwise than step by step."""
+
 _SEEN_S: Final = 1.0
 """Time within which the end of one of SGLang's processes is noticed."""
 
@@ -120,6 +123,8 @@ class SGLangBackend(WorkerBackend[Collected]):
     def capabilities(cls, config: EngineConfig) -> frozenset[Capability]:
         """Return the capabilities of SGLang with the in-engine plugin."""
         claimed = set(super().capabilities(config))
+        if config.deterministic:
+            claimed -= _RECOMPUTED
         if carries_masks():
             claimed.add(Capability.SAMPLING_MASK)
         if config.engine_kwargs.get("enable_return_hidden_states"):

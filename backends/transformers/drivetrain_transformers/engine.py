@@ -314,6 +314,7 @@ class TransformersBackend(Backend):
             if MemoryTag.KV_CACHE in tags:
                 runner.scheduler.free_cache()
             if MemoryTag.WEIGHTS in tags:
+                runner.scheduler.drop_graphs()
                 weights.sleep()
             runner.model.release_unused_memory()
 

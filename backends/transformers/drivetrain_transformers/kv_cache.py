@@ -14,13 +14,15 @@ Recurrent states have no columns: a step replaces a row's state in place.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
+from drivetrain_transformers.decode_graphs import DecodeGraphs, FixedStep, Shape, columns_of_step, rows_of_step
 from drivetrain_transformers.recurrent_states import RecurrentLayer, Slot, States, is_recurrent, put_states, states_of
 
 _HEADROOM = 128
@@ -76,10 +78,15 @@ class RunningCache(Cache):
     """Keys, values and recurrent states of every running row.
 
     Buffers of keys and values have shape (rows, heads, columns, head size), those of states (rows, …).
+
+    Args:
+        graphs: CUDA graphs of steps on these buffers; they are dropped when the buffers change.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, graphs: DecodeGraphs | None = None) -> None:
         super().__init__(layers=[])
+        self.graphs = graphs
+        self._fixed: FixedStep | None = None
         self._keys: list[torch.Tensor] = []
         self._values: list[torch.Tensor] = []
         self._states: dict[Slot, torch.Tensor] = {}
@@ -103,6 +110,30 @@ class RunningCache(Cache):
     def nbytes(self) -> int:
         """Memory held, in bytes."""
         return sum(buffer.nbytes for buffer in (*self._keys, *self._values, *self._states.values()))
+
+    @property
+    def end(self) -> int:
+        """Column of the next token."""
+        return self._end
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the buffers."""
+        return self._mask.device
+
+    def shape_of_step(self) -> Shape:
+        """Return the rows and columns that a step computes whose tensors are fixed."""
+        rows, columns = self._mask.shape
+        return Shape(rows_of_step(self.rows, rows), *columns_of_step(self._start, self._end + 1, columns))
+
+    @contextmanager
+    def fixed(self, step: FixedStep) -> Iterator[torch.Tensor]:
+        """Write and show what a fixed step computes; yield its attention mask."""
+        self._fixed = step
+        try:
+            yield step.mask(self._mask[: step.shape.rows, step.shape.start : step.shape.end])
+        finally:
+            self._fixed = None
 
     def attention_mask(self) -> torch.Tensor:
         """Return the mask of columns in use and the next one, shape (rows, width + 1); 1 where a row has a token."""
@@ -174,6 +205,8 @@ class RunningCache(Cache):
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Write one layer's new column; return the layer's keys and values, the new column included."""
+        if self._fixed is not None:
+            return self._fixed.write(self._keys[layer], keys), self._fixed.write(self._values[layer], values)
         rows, end = self.rows, self._end
         own_keys, own_values = self._keys[layer], self._values[layer]
         own_keys[:rows, :, end : end + 1] = keys
@@ -186,11 +219,17 @@ class RunningCache(Cache):
         self._end += 1
         self.lengths = [length + 1 for length in self.lengths]
 
+    def drop_graphs(self) -> None:
+        """Drop the graphs of steps: what they read changes."""
+        if self.graphs is not None:
+            self.graphs.drop()
+
     def clear(self, *, free: bool = False) -> None:
         """Drop every row, and with ``free`` the memory too."""
         self.lengths = []
         self._start = self._end = 0
         if free:
+            self.drop_graphs()
             self._keys, self._values, self._states, self.layers = [], [], {}, []
             self._mask = torch.zeros(0, 0, dtype=torch.long)
 
@@ -205,6 +244,7 @@ class RunningCache(Cache):
 
     def _lay_out(self, like: list[tuple[torch.Tensor, torch.Tensor]], states: States, rows: int, width: int) -> None:
         """Move to buffers for ``rows`` rows, with the newest token in column ``width`` and room beyond it."""
+        self.drop_graphs()
         capacity = self._mask.shape[0] if rows <= self._mask.shape[0] else max(rows, 2 * self._mask.shape[0])
         columns = width + max(_HEADROOM, width // 2)
         used, old = self.rows, slice(self._start, self._end)

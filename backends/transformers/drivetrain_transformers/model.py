@@ -30,7 +30,8 @@ from drivetrain.backend.toolkit.rope_config import short_rope_length
 from drivetrain.backend.toolkit.translation import eos_token_ids
 from drivetrain.errors import EngineInternalError, EngineStartError
 from drivetrain.types.capability import Capability
-from drivetrain.types.config import EngineConfig, Task
+from drivetrain.types.config import EngineConfig, Isolation, Task
+from drivetrain_transformers.decode_graphs import DecodeGraphs, FixedStep, can_be_fixed
 from drivetrain_transformers.expert_choices import ExpertChoices
 from drivetrain_transformers.kv_cache import RunningCache, keys_and_values
 from drivetrain_transformers.longrope import choose_factors_by_row
@@ -89,6 +90,8 @@ class LoadedModel:
         self.placeholders = [token_id for token_id in named if isinstance(token_id, int)]
         """Token ids that stand for images, videos and sounds."""
         self._keeps_logits = "logits_to_keep" in takes
+        self.has_own_process = False
+        """True if no other code of this process uses the GPU, so that CUDA graphs can be captured at any time."""
         self._layers_output: type[ModelOutput] | None = None
         """Type of what the layers return; None if the head cannot be run apart from them."""
 
@@ -139,6 +142,7 @@ class LoadedModel:
         if short is not None and short < length:
             choose_factors_by_row(module, short)
             model.short_length = short
+        model.has_own_process = config.isolation is Isolation.PROCESS
         if config.task is Task.GENERATE:
             model._check_batching()
         if config.enable_lora:
@@ -367,11 +371,37 @@ class LoadedModel:
         for index, row in enumerate(media):
             if row is not None:
                 positions[index] += row.offset
-        mask = cache.attention_mask()
-        computed = self._forward(
-            tokens, mask, positions, cache, adapters, last_only=True, states=states, experts=experts
+
+        def step() -> Computed:
+            mask = cache.attention_mask()
+            computed = self._forward(
+                tokens, mask, positions, cache, adapters, last_only=True, states=states, experts=experts
+            )
+            return Computed(computed.logits[:, -1], computed.states, computed.experts)
+
+        if cache.graphs is None or states or experts:
+            return step()
+        return Computed(
+            cache.graphs.decode(last_ids, cache, lambda: step().logits, lambda fixed: self._fixed_step(fixed, cache))
         )
-        return Computed(computed.logits[:, -1], computed.states, computed.experts)
+
+    def decode_graphs(self) -> DecodeGraphs | None:
+        """Return an empty set of CUDA graphs for a running batch; None if its steps cannot be captured."""
+        suits = self._positions and self._attends and not self.is_recurrent and not self.placeholders
+        if not suits or self.device.type != "cuda" or not self.has_own_process or self.adapters is not None:
+            return None
+        return DecodeGraphs(self.module) if can_be_fixed(self.module) else None
+
+    @torch.inference_mode()
+    def _fixed_step(self, step: FixedStep, cache: RunningCache) -> torch.Tensor:
+        """Run a step whose tensors are always the same; return logits of shape (the step's rows, vocabulary)."""
+        with cache.fixed(step) as mask:
+            arguments: dict[str, object] = {"logits_to_keep": 1} if self._keeps_logits else {}
+            arguments[self._cache_name] = cache
+            logits: torch.Tensor = self.module(
+                input_ids=step.ids, attention_mask=mask, position_ids=step.positions, use_cache=True, **arguments
+            ).logits
+        return logits[:, -1]
 
     @torch.inference_mode()
     def states(self, ids: list[list[int]], *, pad: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

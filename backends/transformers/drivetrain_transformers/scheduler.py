@@ -65,7 +65,9 @@ class Scheduler:
         self._tokenizer = tokenizer
         self._max_rows = max_rows
         self._row_limit = max_rows
-        self._cache: RunningCache | SeparateCaches = RunningCache() if chunk is None else SeparateCaches()
+        self._cache: RunningCache | SeparateCaches = (
+            RunningCache(model.decode_graphs()) if chunk is None else SeparateCaches()
+        )
         self.prefixes = PrefixCache(prefix_cache_bytes, whole=model.is_recurrent, block=chunk)
         self._prefill = Prefill(model, self.prefixes if prefix_cache_bytes else None, max_prefill_tokens, chunk=chunk)
         self._keeps_prefixes = prefix_cache_bytes > 0 and chunk is None
@@ -209,6 +211,11 @@ class Scheduler:
         """Label tokens sampled from here on with ``version``, and keep no cache of the old weights as a prefix."""
         self.relabel(version)
         self._epoch += 1
+        self.drop_graphs()
+
+    def drop_graphs(self) -> None:
+        """Drop the CUDA graphs of steps: the weights that they read change, or their memory goes."""
+        self._cache.drop_graphs()
 
     def relabel(self, version: str) -> None:
         """Label tokens sampled from here on with ``version``."""

@@ -48,6 +48,9 @@ class SeparateCaches:
     def erase(self, row: int) -> None:
         """Do nothing: no other row uses a row's buffers."""
 
+    def drop_graphs(self) -> None:
+        """Do nothing: rows that are computed alone are computed without graphs."""
+
     def read(self, row: int, length: int) -> RowCache:
         """Copy what is held of a row's first ``length`` tokens."""
         return self._rows[row].read(0, length)

@@ -38,7 +38,7 @@ from drivetrain.errors import (
     UnsupportedCapability,
 )
 from drivetrain.media.qwen_audio import SoundReader, audio_capabilities
-from drivetrain.media.qwen_vision import VisionReader, vision_capabilities
+from drivetrain.media.qwen_vision import VisionReader
 from drivetrain.process.worker_calls import CallNotTaken
 from drivetrain.types.capability import Capability
 from drivetrain.types.config import EngineConfig, Task
@@ -49,7 +49,6 @@ from drivetrain_vllm.errors import as_engine_error
 from drivetrain_vllm.in_engine import invite
 from drivetrain_vllm.multimodal_inputs import of_sounds, of_vision
 from drivetrain_vllm.translate import (
-    BATCH_INVARIANT,
     CONFIG_NAMES,
     LORA_RANK,
     MOST_LORAS,
@@ -194,8 +193,6 @@ class VLLMBackend(WorkerBackend[Collected]):
             context_length = longest - room
         if longest > model.own_length:
             os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"  # no sequence gets that long
-        if config.deterministic:
-            _be_batch_invariant()
         # Spawn processes: forked ones would inherit CUDA state and threads.
         method = os.environ.setdefault(_START_METHOD, "spawn")
         if device == "cpu":
@@ -286,7 +283,7 @@ class VLLMBackend(WorkerBackend[Collected]):
                 # In vLLM a lower number is a higher priority.
                 outputs = self._running.generate(
                     await self._prompt(request),
-                    sampling_params(request, stream=stream, deterministic=self.config.deterministic),
+                    sampling_params(request, stream=stream),
                     name,
                     lora_request=None if request.lora is None else self._adapters[request.lora],
                     priority=-request.priority,
@@ -471,15 +468,7 @@ def _of_a_gpu(config: EngineConfig) -> set[Capability]:
     found = {Capability.SLEEP_KEEPS_WEIGHTS, Capability.EXPERT_PARALLEL}
     if device_memory.is_available():
         found.add(Capability.WEIGHTS_CUDA_IPC)
-    if _has_plain_kernels(config):
-        found.add(Capability.DETERMINISTIC)
     return found
-
-
-def _has_plain_kernels(config: EngineConfig) -> bool:
-    """Return whether determinism was tested for such an engine: text only, generating, its own weights, one GPU."""
-    plain = config.task is Task.GENERATE and config.tensor_parallel_size == 1 and not config.enable_lora
-    return plain and config.engine_kwargs.get("quantization") is None and not vision_capabilities(config)
 
 
 def _require_a_cache_for_states(cache: object) -> None:
@@ -500,24 +489,6 @@ def _require_blocks_for_experts(config: EngineConfig) -> None:
             "or give enable_prefix_caching=True",
             field="engine_kwargs",
         )
-
-
-def _be_batch_invariant() -> None:
-    """Make processes started from here on use kernels whose results do not depend on the batch.
-
-    Raises:
-        UnsupportedCapability: this vLLM has none.
-    """
-    from vllm import envs  # pyright: ignore[reportAttributeAccessIssue]
-
-    if BATCH_INVARIANT not in envs.environment_variables:
-        raise UnsupportedCapability(
-            f"this vLLM release has no {BATCH_INVARIANT}, which deterministic=True needs",
-            capability=Capability.DETERMINISTIC.value,
-        )
-    os.environ[BATCH_INVARIANT] = "1"
-    # Forked processes would keep values that modules read from the environment at import.
-    os.environ[_START_METHOD] = "spawn"
 
 
 def _devices_of(config: EngineConfig) -> str | None:

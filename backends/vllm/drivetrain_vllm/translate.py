@@ -31,9 +31,6 @@ from drivetrain_sampling.encoded_params import encode_params
 from drivetrain_sampling.packed_masks import joined
 from drivetrain_sampling.scores import encode_scoring, packed_scores
 
-BATCH_INVARIANT: Final = "VLLM_BATCH_INVARIANT"
-"""Environment variable that makes all of vLLM's processes use kernels whose results do not depend on the batch."""
-
 CONFIG_NAMES: Final[Mapping[str, str]] = {
     "revision": "revision",
     "trust_remote_code": "trust_remote_code",
@@ -51,7 +48,6 @@ CONFIG_NAMES: Final[Mapping[str, str]] = {
     "enable_lora": "enable_lora",
     "max_loras": "max_loras",
     "max_lora_rank": "max_lora_rank",
-    "deterministic": BATCH_INVARIANT,
     "enable_sleep": "enable_sleep_mode",
     "sleep_keeps_weights": "additional_config",
     "media": "drivetrain.media",
@@ -250,16 +246,11 @@ def visible_devices(device: str, count: int, visible: Sequence[str]) -> str:
 # Requests ---------------------------------------------------------------------------------------------------------
 
 
-def drawn_by_vllm(request: GenerateRequest, *, deterministic: bool = False) -> bool:
-    """Return whether vLLM's own sampler and logprobs do exactly what this request asks for.
-
-    Args:
-        request: The request.
-        deterministic: If true, always use our sampler: one such request switches the whole batch and changes rounding.
-    """
+def drawn_by_vllm(request: GenerateRequest) -> bool:
+    """Return whether vLLM's own sampler and logprobs do exactly what this request asks for."""
     temperature = request.params.temperature
     honours_temperature = temperature == 0 or _TEMPERATURES[0] <= temperature <= _TEMPERATURES[1]
-    return not deterministic and honours_temperature and is_plain(request, LogprobsMode.RAW)
+    return honours_temperature and is_plain(request, LogprobsMode.RAW)
 
 
 def may_use_xgrammar(config: EngineConfig) -> bool:
@@ -269,13 +260,12 @@ def may_use_xgrammar(config: EngineConfig) -> bool:
     return library in WITH_XGRAMMAR
 
 
-def sampling_params(request: GenerateRequest, *, stream: bool, deterministic: bool = False) -> Any:
+def sampling_params(request: GenerateRequest, *, stream: bool) -> Any:
     """Return vLLM's ``SamplingParams`` of a request.
 
     Args:
         request: The request.
         stream: True if the output is delivered chunk by chunk.
-        deterministic: As for :func:`drawn_by_vllm`.
     """
     from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
@@ -310,7 +300,7 @@ def sampling_params(request: GenerateRequest, *, stream: bool, deterministic: bo
             native["structured_outputs"] = StructuredOutputsParams(grammar=grammar)
         case None:
             pass
-    if drawn_by_vllm(request, deterministic=deterministic):
+    if drawn_by_vllm(request):
         native["temperature"] = params.temperature
         native["top_p"] = params.top_p
         native["top_k"] = params.top_k

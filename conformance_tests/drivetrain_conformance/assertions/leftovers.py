@@ -12,10 +12,13 @@ from collections import Counter
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Self
 
 import psutil
+
+from drivetrain_conformance.assertions.memory_use import held_by_device
 
 _SHARED_MEMORY = Path("/dev/shm")
 
@@ -37,6 +40,7 @@ class Holdings:
     @classmethod
     def now(cls) -> Self:
         """Record the current holdings."""
+        _open_driver()
         gc.collect()
         me = psutil.Process()
         return cls(
@@ -87,6 +91,12 @@ def temporary_folder(folder: Path) -> Generator[None, None, None]:
             del os.environ["TMPDIR"]
         else:
             os.environ["TMPDIR"] = variable
+
+
+@cache
+def _open_driver() -> None:
+    """Open the files that the driver of a GPU keeps open once memory was measured, so that they are always counted."""
+    held_by_device()
 
 
 def _names(folder: Path) -> frozenset[str]:

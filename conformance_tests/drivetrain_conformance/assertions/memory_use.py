@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import gc
+import importlib
+import os
+import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
@@ -22,6 +25,8 @@ SERIES: Final = 6
 """Maximum series of measurements; growth that none of them ends is a leak."""
 _M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_THRESHOLD: Final = -3
+_GPU_PROCESS: Final = re.compile(r"process\s+(\d+) uses\s+([\d.]+) MB")
+"""A line of ``torch.cuda.list_gpu_processes``."""
 
 
 def held_bytes(engine: InferenceEngine) -> int:
@@ -33,7 +38,7 @@ def held_bytes(engine: InferenceEngine) -> int:
 
 
 def held_by_this_process() -> int:
-    """Return the memory held now by this process, and by all on the GPUs."""
+    """Return the memory held now by this process, and by it and its descendants on the GPUs."""
     _drop_garbage()
     return _private_bytes(psutil.Process()) + sum(held_by_device())
 
@@ -58,14 +63,47 @@ def _return_freed_memory_at_once() -> None:
 
 
 def held_by_device() -> list[int]:
-    """Return the memory in use on each GPU that this process sees, by any process."""
+    """Return the memory in use on each GPU that this process sees, by this process and its descendants.
+
+    Where the driver does not tell processes apart, such as in a container, memory of other processes is included.
+    """
     import torch
 
+    mine = {child.pid for child in psutil.Process().children(recursive=True)} | {os.getpid()}
     held = []
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
-        held.append(total - free)
+        by_process = _held_by_process(index)
+        # The line above has put this process onto the GPU: if it is not listed, the driver's pids are others.
+        told = os.getpid() in by_process
+        held.append(sum(size for pid, size in by_process.items() if pid in mine) if told else total - free)
     return held
+
+
+def tells_processes_apart() -> bool:
+    """Return True if the driver of each GPU says how much memory this process holds there."""
+    import torch
+
+    for index in range(torch.cuda.device_count()):
+        torch.cuda.mem_get_info(index)
+        if os.getpid() not in _held_by_process(index):
+            return False
+    return True
+
+
+def _held_by_process(index: int) -> dict[int, int]:
+    """Return the bytes that each process holds on a GPU; empty if the driver, or a lack of pynvml, hides them."""
+    import torch
+
+    try:
+        nvml = importlib.import_module("pynvml")
+    except ModuleNotFoundError:
+        return {}
+    try:
+        listed = torch.cuda.list_gpu_processes(index)
+    except (nvml.NVMLError, TypeError):  # TypeError: the driver knows the processes, but not what they hold
+        return {}
+    return {int(pid): round(float(held) * 2**20) for pid, held in _GPU_PROCESS.findall(listed)}
 
 
 def held_by_ranks(engine: InferenceEngine) -> dict[int, int]:

@@ -247,6 +247,7 @@ async def experts_are_those_of_the_weights_that_chose_them(bench: Bench) -> None
     engine, prompt = bench.engine, bench.prompt(min(300, bench.engine.model_info.context_length // 2))
     one, other = bench.model, bench.other_weights()
     models = {"one": one, "other": other, "kept": one, "later": other}
+    await engine.generate(prompt, _BOTH)  # a refusal must come before the weights change
     await engine.update_named_weights(from_disk(one, "one"))
     for version, keeps in (("other", False), ("kept", True)):
         await engine.generate(prompt, _BOTH)

@@ -49,6 +49,8 @@ _HERTZ: Final = 16_000
 """Samples per second that the model takes."""
 _NO_TEXT: Final = (200, 254, 131)
 """Token ids that no text is tokenised to."""
+_OF_TF32: Final = 5e-3
+"""Difference of a logprob, in nats, that a GPU's convolutions leave: it was at most 1.5e-3 on an H200."""
 _RESAMPLED: Final = 0.2
 """Largest change of a logprob, in nats, by the filter with which an engine resamples a pure tone."""
 _NONE: Final[Mapping[str, Any]] = MappingProxyType({})
@@ -247,9 +249,9 @@ async def images_are_tokens_to_penalties(bench: Bench) -> None:
     params = _SEEN.model_copy(update={"repetition_penalty": 1.5, "logprobs": None})
     (completion,) = (await bench.engine.generate(_with_images(images), params)).completions
     logits = _output_logits(bench, completion, images)
-    drawn_from = steps(completion, logits, params, bench.tolerance())
+    drawn_from = steps(completion, logits, params, _tolerance(bench))
     for token, drawn in zip(completion.token_ids[: len(logits)], drawn_from, strict=True):
-        assert drawn.scaled[token] >= drawn.scaled.max() - bench.tolerance()
+        assert drawn.scaled[token] >= drawn.scaled.max() - _tolerance(bench)
 
 
 @case(
@@ -387,7 +389,7 @@ async def an_update_in_flight_sees_an_image_anew(bench: Bench) -> None:
     assert completion.logprobs is not None
     for at in range(switch, len(rows)):
         distance = abs(float(rows[at, completion.token_ids[at]]) - completion.logprobs[at])
-        assert distance <= bench.tolerance(), f"token {at}, {at - switch} after the update, is {distance:.2g} off"
+        assert distance <= _tolerance(bench), f"token {at}, {at - switch} after the update, is {distance:.2g} off"
     assert len(rows) > switch
 
 
@@ -950,6 +952,13 @@ def _places(completion: Completion) -> set[int]:
     return {token for token, run in runs if len(list(run)) > 2}
 
 
+def _tolerance(bench: Bench) -> float:
+    """Return the allowed difference of a logprob from the oracle's; a GPU's convolutions round float32 to TF32."""
+    info = bench.engine.model_info
+    is_rounded = info.device.startswith("cuda") and info.dtype == "float32"
+    return _OF_TF32 if is_rounded else bench.tolerance()
+
+
 def _check_seen(
     bench: Bench,
     completion: Completion,
@@ -965,9 +974,9 @@ def _check_seen(
     rows = log_softmax(_output_logits(bench, completion, images, model, videos, sounds))
     expected = [float(row[token]) for row, token in zip(rows, completion.token_ids[: len(rows)], strict=True)]
     below = max(float(row.max()) - value for row, value in zip(rows, expected, strict=True))
-    assert below <= bench.tolerance(), f"a greedy token beside {beside} is {below:.2g} nats below the most likely"
+    assert below <= _tolerance(bench), f"a greedy token beside {beside} is {below:.2g} nats below the most likely"
     worst = max(abs(one - other) for one, other in zip(completion.logprobs[: len(rows)], expected, strict=True))
-    assert worst <= bench.tolerance(), (
+    assert worst <= _tolerance(bench), (
         f"logprobs beside {beside} are {worst:.2g} from those of the model: {completion.logprobs}"
     )
 
@@ -986,7 +995,7 @@ def _check_scored(
     rows = log_softmax(_logits_of(bench, prompt, images, videos, sounds=sounds))
     for index, (token, score) in enumerate(zip(prompt[1:], scores[1:], strict=True)):
         assert score is not None
-        assert abs(score - rows[index, token]) <= bench.tolerance(), f"token {index + 1} of {prompt}: {score}"
+        assert abs(score - rows[index, token]) <= _tolerance(bench), f"token {index + 1} of {prompt}: {score}"
 
 
 async def _check_readable(bench: Bench, prompt: ChatPrompt) -> None:

@@ -1,6 +1,7 @@
 """Fork server: a process that has imported an engine and forks hosts, because imports take most of a start.
 
-For runs that start many engines, such as the conformance suite. Not for GPUs: CUDA does not survive a fork.
+For runs that start many engines, such as the conformance suite. CUDA does not survive a fork, so on a GPU the imports
+must leave it alone; those of vLLM do.
 """
 
 from __future__ import annotations
@@ -29,58 +30,22 @@ from drivetrain.process.host_python import cannot_run
 
 _MESSAGE: Final = 1 << 17
 _STATUS: Final = "i"
+_READY: Final = "ready"
+CUDA_FILE: Final = "/dev/nvidia-uvm"
+"""The file that CUDA opens when it starts; asking NVML does not open it."""
 
 
-class ForkServer:
-    """Context manager: while it is open, hosts on ``python`` are forked instead of spawned.
+class Forks:
+    """The client's side of a fork server's socket."""
 
-    Args:
-        backend: Name of the backend that the hosts will serve; its ``preload`` runs once.
-        python: Python executable of the environment; None: this one.
-        program: Program of a forked process: ``host``, a host process, or ``command``, the ``drivetrain`` command line.
-
-    Raises:
-        EngineStartError: The server does not start, or its imports start threads, which a fork would lose.
-    """
-
-    script: ClassVar[str] = __file__
-    """File that the server runs; it calls :func:`serve_forks`."""
-
-    def __init__(self, backend: str, python: str | None = None, program: str = "host") -> None:
-        self._python = python or sys.executable
-        self._program = program
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # As a script: the suite need not be importable where the engine is, and costs no import there.
-        arguments = [self._python, "-u", "-P", "-X", "faulthandler", self.script]
-        arguments += [str(theirs.fileno()), backend, program]
-        try:
-            self._process = subprocess.Popen(arguments, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),))
-        except OSError as error:
-            self._socket.close()
-            raise cannot_run(python, error) from error
-        finally:
-            theirs.close()
-        self.pid: int = self._process.pid
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
         self._lock = threading.Lock()
-        self._replacing = ExitStack()
 
-    def __enter__(self) -> Self:
+    def wait_until_ready(self) -> str:
+        """Wait for the imports; return "", or why the server has ended."""
         said = self._socket.recv(_MESSAGE).decode()
-        if said != "ready":
-            self.close()
-            raise EngineStartError(f"no fork server: {said or f'exit code {self._process.returncode}'}")
-        if self._program == "host":
-            self._replacing.enter_context(hosts_launched_by(self.start, self._python))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End the server; its running hosts end as well."""
-        self._replacing.close()
-        self._socket.close()
-        self._process.wait()
+        return "" if said == _READY else said or "it has ended"
 
     def start(self, arguments: Sequence[str], environment: Mapping[str, str], fds: Sequence[int]) -> ForkedHost:
         """Fork a host.
@@ -111,6 +76,66 @@ class ForkServer:
             os.close(stdout)
             os.close(ended)
         return ForkedHost(int(answer), ours, status)
+
+    def close(self) -> None:
+        """End the server; its running hosts end as well."""
+        self._socket.close()
+
+
+class ForkServer:
+    """Context manager: while it is open, hosts on ``python`` are forked instead of spawned.
+
+    Args:
+        backend: Name of the backend that the hosts will serve; its ``preload`` runs once.
+        python: Python executable of the environment; None: this one.
+        program: Program of a forked process: ``host``, a host process, or ``command``, the ``drivetrain`` command line,
+            whose hosts are forked as well.
+
+    Raises:
+        EngineStartError: The server does not start, or its imports start threads or CUDA, which a fork would lose.
+    """
+
+    script: ClassVar[str] = __file__
+    """File that the server runs; it calls :func:`serve_forks`."""
+
+    def __init__(self, backend: str, python: str | None = None, program: str = "host") -> None:
+        self._python = python or sys.executable
+        self._program = program
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # As a script: the suite need not be importable where the engine is, and costs no import there.
+        arguments = [self._python, "-u", "-P", "-X", "faulthandler", self.script]
+        arguments += [str(theirs.fileno()), backend, program]
+        try:
+            self._process = subprocess.Popen(arguments, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),))
+        except OSError as error:
+            ours.close()
+            raise cannot_run(python, error) from error
+        finally:
+            theirs.close()
+        self.pid: int = self._process.pid
+        self._forks = Forks(ours)
+        self._replacing = ExitStack()
+
+    def __enter__(self) -> Self:
+        if said := self._forks.wait_until_ready():
+            self.close()
+            raise EngineStartError(f"no fork server: {said} (exit code {self._process.returncode})")
+        if self._program == "host":
+            self._replacing.enter_context(hosts_launched_by(self.start, self._python))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the server; its running hosts end as well."""
+        self._replacing.close()
+        self._forks.close()
+        self._process.wait()
+
+    def start(self, arguments: Sequence[str], environment: Mapping[str, str], fds: Sequence[int]) -> ForkedHost:
+        """Fork a host, as :meth:`Forks.start` does."""
+        return self._forks.start(arguments, environment, fds)
 
 
 class ForkedHost:
@@ -149,7 +174,7 @@ class ForkedHost:
 # In the server -------------------------------------------------------------------------------------------------------
 
 
-def serve_forks(fd: int, preload: Callable[[], None], main: Callable[[list[str]], int]) -> int:
+def serve_forks(fd: int, preload: Callable[[], object], main: Callable[[list[str]], int]) -> int:
     """Run ``preload``, then fork a process that runs ``main`` for each message on ``fd``, until it closes."""
     connection = socket.socket(fileno=fd)
     os.set_inheritable(fd, False)
@@ -158,6 +183,9 @@ def serve_forks(fd: int, preload: Callable[[], None], main: Callable[[list[str]]
     except Exception as error:
         connection.send(f"{type(error).__name__}: {error}".encode()[:_MESSAGE])
         return 1
+    if _uses_cuda():
+        connection.send(b"the imports started CUDA, which does not survive a fork")
+        return 1
     threads = len(list(Path("/proc/self/task").iterdir()))
     if threads > 1:
         running = f"the imports left {threads - 1} threads running"
@@ -165,7 +193,7 @@ def serve_forks(fd: int, preload: Callable[[], None], main: Callable[[list[str]]
         return 1
     gc.collect()
     gc.freeze()
-    connection.send(b"ready")
+    connection.send(_READY.encode())
     ends: dict[int, tuple[int, int]] = {}
     """Children by pidfd: the pid, and the file descriptor to which the exit code is written."""
     with selectors.DefaultSelector() as selector:
@@ -196,6 +224,10 @@ def serve_forks(fd: int, preload: Callable[[], None], main: Callable[[list[str]]
                 connection.send(str(pid).encode())
 
 
+def _uses_cuda() -> bool:
+    return any(os.path.realpath(descriptor) == CUDA_FILE for descriptor in Path("/proc/self/fd").iterdir())
+
+
 def _reap(pidfd: int, pid: int, ended: int) -> None:
     _, status = os.waitpid(pid, 0)
     os.write(ended, array.array(_STATUS, [os.waitstatus_to_exitcode(status)]).tobytes())
@@ -218,14 +250,35 @@ def _be_host(message: bytes, stdout: int, fds: list[int], main: Callable[[list[s
 def main() -> int:
     """Be the fork server of a socket's file descriptor, a backend's name, and a program."""
     from drivetrain.backend.registry import load_backend
-    from drivetrain.cli import main as command
     from drivetrain.process.__main__ import main as host
 
     fd, backend, program = sys.argv[1:]
-    return serve_forks(int(fd), lambda: load_backend(backend).preload(), {"host": host, "command": command}[program])
+    return serve_forks(int(fd), lambda: load_backend(backend).preload(), {"host": host, "command": _command}[program])
+
+
+def _command(arguments: list[str]) -> int:
+    """Run the command line. A process below it, forked before it has threads, forks the hosts that it starts."""
+    from drivetrain.cli import main as command
+    from drivetrain.process.__main__ import main as host
+
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pid = os.fork()
+    if pid == 0:
+        ours.close()
+        return serve_forks(theirs.detach(), lambda: None, host)
+    theirs.close()
+    forks = Forks(ours)
+    try:
+        if said := forks.wait_until_ready():
+            raise EngineStartError(f"no fork server below the command: {said}")
+        with hosts_launched_by(forks.start):
+            return command(arguments)
+    finally:
+        forks.close()
+        os.waitpid(pid, 0)
 
 
 if __name__ == "__main__":
     sys.exit(main())
 
-__all__ = ["ForkServer", "ForkedHost", "serve_forks"]
+__all__ = ["CUDA_FILE", "ForkServer", "ForkedHost", "Forks", "serve_forks"]

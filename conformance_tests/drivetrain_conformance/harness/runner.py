@@ -116,10 +116,11 @@ class Runner:
         if missing and (other := self._elsewhere(case, wanted)) is not None:
             wanted, missing = other, frozenset()
         if missing:
-            # The case must be refused, so any engine serves: use the text model, and the open engine if it can refuse.
-            kind = ModelKind.TEXT
+            # The case must be refused, so any engine that lacks something serves: the open one, or the text model's.
             if lacking := self._open_engine_lacks(case):
-                wanted, missing = self._keeper.fields, lacking
+                kind, wanted, missing = ModelKind.TEXT, self._keeper.fields, lacking
+            elif lacking := case.needs - self._claimed_with(ModelKind.TEXT, wanted):
+                kind, missing = ModelKind.TEXT, lacking
         elif not _has(case.hardware):
             return Judgement(Verdict.NOT_RUN, f"this machine lacks {case.hardware.value}"), None
         judged, raised = self._attempt(case, self.models.path(kind), wanted, missing)

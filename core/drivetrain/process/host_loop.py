@@ -22,6 +22,7 @@ from drivetrain.process.rpc_methods import METHODS, Method
 from drivetrain.process.rpc_server import RpcServer
 from drivetrain.process.wire import FRAME_LIMIT, HANDSHAKE_LIMIT, Call, FromTrainer, Open, Progress, Welcome
 from drivetrain.process.wire_errors import failure
+from drivetrain.types.config import Isolation
 
 _logger = logging.getLogger("drivetrain.host")
 _TICK_S: Final = 0.2
@@ -82,7 +83,7 @@ class Connection(RpcServer):
         sys.path += [folder for folder in message.import_path if folder not in sys.path]
         try:
             cls = load_backend(message.backend)
-            self._backend = backend = cls(opened_config(message))
+            self._backend = backend = cls(opened_config(message).model_copy(update={"isolation": Isolation.PROCESS}))
         except Exception as error:  # a plugin's constructor may raise anything; report it like its methods' errors
             self._writes.put(failure(0, error))
             return

@@ -73,7 +73,7 @@ def _ignored_in_schema(schema: str) -> str | None:
 def ignored_keywords(schema: object, path: str = "#") -> Iterator[str]:
     """Yield what xgrammar would ignore in a schema, each as a few words with its place.
 
-    Values of a wrong type are passed over: xgrammar refuses them.
+    Values of a wrong type are passed over: xgrammar refuses them, but for a format's.
     """
     if not isinstance(schema, dict):
         return
@@ -131,7 +131,7 @@ def _ignored_here(schema: Node) -> Iterator[str]:
     if lengths and {"pattern", "format"} & schema.keys():
         yield f"{lengths[0]} beside a pattern or format"
     form = schema.get("format")
-    if isinstance(form, str) and form not in _FORMATS:
+    if form is not None and not (isinstance(form, str) and form in _FORMATS):
         yield f"the format {form!r}"
     properties = schema.get("properties", {})
     if "propertyNames" in schema and properties:
