@@ -315,7 +315,7 @@ test-trl: environment-trl $(addprefix environment-,$(filter-out transformers,$(B
 	@.venvs/trl/bin/python -m pip install --quiet --disable-pip-version-check aiohttp requests
 	@PYTHONPATH=tests/helpers BACKENDS="$(BACKENDS)" VLLM_WORKER_MULTIPROC_METHOD=fork $(IN_TRL) -m pytest -q -c /dev/null \
 		--rootdir tests/trainers --noconftest -p no:cacheprovider tests/trainers/trl_settings.py tests/trainers/trl_tools.py \
-		tests/trainers/trl_training.py tests/trainers/trl_ranks.py tests/trainers/trl_async.py $(ARGS)
+		tests/trainers/trl_training.py tests/trainers/trl_agreement.py tests/trainers/trl_ranks.py tests/trainers/trl_async.py $(ARGS)
 
 IN_TRL = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TRL_EXPERIMENTAL_SILENCE=1 .venvs/trl/bin/python -W ignore
 

@@ -28,7 +28,7 @@ async def serve(*options: str) -> None:
         config |= {"enable_lora": True, "max_loras": 4, "max_lora_rank": 8}
     if "nccl" in options:
         InferenceEngine.gpus = property(lambda engine: ("GPU-of-the-test",))  # type: ignore[assignment,method-assign]
-        weight_transfer.JoinNccl = join_gloo  # type: ignore[misc,assignment]
+        weight_transfer.JoinNccl = join_gloo  # type: ignore[attr-defined,assignment]
     async with (
         create_engine("transformers", **config) as engine,
         Server(engine, ServerConfig(port=0)) as server,

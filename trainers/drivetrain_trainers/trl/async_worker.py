@@ -18,7 +18,7 @@ from drivetrain.synchronous import SyncEngine
 from drivetrain.types.handle import EngineHandle
 from drivetrain.types.outputs import FinishReason
 from drivetrain.types.sampling import SamplingParams
-from drivetrain_trainers.trl.asynchronous import EngineWeights, Settings
+from drivetrain_trainers.trl.async_weights import EngineWeights, Settings
 from drivetrain_trainers.trl.sampling import GenerationSettings, sampling_params
 
 _patching: Final = threading.Lock()
