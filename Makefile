@@ -252,10 +252,11 @@ $(GYMS_READY):
 	@rm -f .venvs/gyms/.ready-* && touch $@
 
 # Its sender of weights needs a GPU and vLLM; its loop of rollouts needs neither.
-test-trl-teacher: $(READY) $(TRL_READY) ## TRL's own distillation loop with drivetrain serve as its student and its teacher
-	@.venvs/trl/bin/python -m pip install --quiet --disable-pip-version-check aiohttp
+test-trl-teacher: $(READY) $(TRL_READY) ## TRL's own distillation loop with drivetrain serve as its student and its teacher, and its AsyncGRPOTrainer
+	@.venvs/trl/bin/python -m pip install --quiet --disable-pip-version-check aiohttp requests
 	@PROJECT_PYTHON=$(abspath $(BIN)/python) PYTHONPATH=tests/helpers $(IN_TRL) -m pytest -q -c /dev/null \
-		--rootdir tests/trainers --confcutdir tests/trainers -p no:cacheprovider tests/trainers/trl_distillation.py $(ARGS)
+		--rootdir tests/trainers --confcutdir tests/trainers -p no:cacheprovider tests/trainers/trl_distillation.py \
+		tests/trainers/trl_async_server.py $(ARGS)
 
 test-skyrl-client: $(READY) $(SKYRL_CLIENT_READY) ## SkyRL's own client of inference servers against drivetrain serve
 	@PROJECT_PYTHON=$(abspath $(BIN)/python) PYTHONPATH=tests/helpers OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 .venvs/skyrl-client/bin/python \
@@ -306,14 +307,15 @@ $(TRAINERS_READY):
 	@rm -f .venvs/trainers/.ready-* && touch $@
 
 # TRL runs in an environment of its own; the engine is in its process, or in the environment of BACKEND.
-demo-trl: environment-trl $(addprefix environment-,$(filter-out transformers trl,$(BACKEND))) ## train with TRL's GRPOTrainer, whose rollouts BACKEND generates; ARGS="--weights merged"
-	@$(ENGINE_ENV) $(IN_TRL) examples/trl_rollouts.py --backend $(BACKEND) \
+demo-trl: environment-trl $(addprefix environment-,$(filter-out transformers trl,$(BACKEND))) ## train with TRL's GRPOTrainer, whose rollouts BACKEND generates; ARGS="--weights merged"; RANKS=2 ARGS=--share
+	@$(ENGINE_ENV) $(IN_TRL) $(if $(RANKS),-m torch.distributed.run --standalone --nproc-per-node $(RANKS)) examples/trl_rollouts.py --backend $(BACKEND) \
 		$(if $(filter-out transformers trl,$(BACKEND)),--python $(ENVIRONMENT)/bin/python) $(ARGS)
 
-test-trl: environment-trl $(addprefix environment-,$(filter-out transformers,$(BACKENDS))) ## TRL's GRPOTrainer on each of BACKENDS: reward, versions, logprobs, adapters, refusals
+test-trl: environment-trl $(addprefix environment-,$(filter-out transformers,$(BACKENDS))) ## TRL's GRPOTrainer on each of BACKENDS, in one process and two, and AsyncGRPO: reward, versions, logprobs, refusals
+	@.venvs/trl/bin/python -m pip install --quiet --disable-pip-version-check aiohttp requests
 	@PYTHONPATH=tests/helpers BACKENDS="$(BACKENDS)" VLLM_WORKER_MULTIPROC_METHOD=fork $(IN_TRL) -m pytest -q -c /dev/null \
 		--rootdir tests/trainers --noconftest -p no:cacheprovider tests/trainers/trl_settings.py tests/trainers/trl_tools.py \
-		tests/trainers/trl_training.py $(ARGS)
+		tests/trainers/trl_training.py tests/trainers/trl_agreement.py tests/trainers/trl_ranks.py tests/trainers/trl_async.py $(ARGS)
 
 IN_TRL = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TRL_EXPERIMENTAL_SILENCE=1 .venvs/trl/bin/python -W ignore
 

@@ -8,6 +8,10 @@ chooses the way into TRL: ``use_vllm``, where TRL reports the difference between
     pip install 'drivetrain[trl]'
     python examples/trl_rollouts.py --backend transformers
     python examples/trl_rollouts.py --backend vllm --python PYTHON-OF-AN-ENVIRONMENT-WITH-VLLM
+
+With several processes (DDP), each has an engine of its own, or ``--share`` makes one for all:
+
+    torchrun --nproc-per-node 2 examples/trl_rollouts.py --share
 """
 
 from __future__ import annotations
@@ -55,7 +59,7 @@ class Watch(TrainerCallback):
 
     def on_log(self, args: object, state: Any, control: object, logs: dict[str, float] | None = None, **_: Any) -> None:
         """Print the step."""
-        if logs is None or "reward" not in logs:
+        if logs is None or "reward" not in logs or not state.is_world_process_zero:
             return
         self.rewards.append(logs["reward"])
         self.seconds.append(time.perf_counter() - self._begun)
@@ -73,7 +77,7 @@ def policy(folder: str, adapter: bool) -> torch.nn.Module:
     return model
 
 
-def main(backend: str, python: str | None, weights: str, through: str, steps: int) -> None:
+def main(backend: str, python: str | None, weights: str, through: str, steps: int, share: bool) -> None:
     """Train, and exit with 1 unless the reward has risen and the logprobs agree."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -106,9 +110,9 @@ def main(backend: str, python: str | None, weights: str, through: str, steps: in
     )
     way: Any = nullcontext()
     if replaced:
-        way = generation(engine, lora_name=lora_name)
+        way = generation(engine, lora_name=lora_name, share=share)
     elif not own:
-        way = rollout(engine, lora_name=lora_name)
+        way = rollout(engine, lora_name=lora_name, share=share)
     watch = Watch()
     with way:
         trainer = GRPOTrainer(
@@ -122,6 +126,8 @@ def main(backend: str, python: str | None, weights: str, through: str, steps: in
         )
         trainer.remove_callback(PrinterCallback)
         trainer.train()
+    if not trainer.is_world_process_zero():
+        return
     first, last = mean(watch.rewards[:2]), mean(watch.rewards[-2:])
     agreement = f", largest logprob difference {watch.gap:.1e}" if replaced else ""
     seconds = median(watch.seconds)
@@ -137,5 +143,6 @@ if __name__ == "__main__":
     parser.add_argument("--weights", choices=LEARNING_RATE, default="full")
     parser.add_argument("--through", choices=("use_vllm", "rollout_func"), default="use_vllm")
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--share", action="store_true", help="One engine for all processes of the trainer.")
     given = parser.parse_args()
-    main(given.backend, given.python, given.weights, given.through, given.steps)
+    main(given.backend, given.python, given.weights, given.through, given.steps, given.share)

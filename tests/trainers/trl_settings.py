@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from accelerate.utils import DistributedType
 from trl.trainer import grpo_trainer
 
 from drivetrain import DrivetrainError, EngineState, InvalidRequest, UnsupportedCapability
@@ -182,27 +180,26 @@ def test_another_release_of_trl_is_told_by_what_it_lacks(monkeypatch: pytest.Mon
         generation(engine_of("transformers"))
 
 
-@pytest.mark.parametrize("through", ["rollout_func", "use_vllm"])
-def test_several_processes_are_refused_in_each_of_them(through: str) -> None:
-    script = f"""
-from drivetrain import InvalidRequest
-from drivetrain_trainers.trl import generation, rollout
-from tiny_grpo import engine_of, policy, trainer
-try:
-    if {through!r} == "use_vllm":
-        with generation(engine_of("transformers")):
-            trainer(policy(), use_vllm=True).train()
-    else:
-        with rollout(engine_of("transformers")) as rolling:
-            trainer(policy(), rollout_func=rolling).train()
-except InvalidRequest as error:
-    print("refused:", error)
-"""
-    command = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python", sys.executable]
-    done = subprocess.run(
-        [sys.executable, "-m", *command, "-c", script],
-        capture_output=True, text=True, timeout=240, cwd=Path(__file__).parents[2],
-        env={**os.environ, "ACCELERATE_USE_CPU": "true"},
-    )  # fmt: skip
-    refused = [line for line in done.stdout.splitlines() if line.startswith("refused: the trainer runs in 2 processes")]
-    assert len(refused) == 2, done.stdout + done.stderr
+def test_one_engine_for_all_ranks_cannot_sleep() -> None:
+    for opened in (rollout, generation):
+        with pytest.raises(InvalidRequest, match="sleep=True: one engine for all ranks cannot sleep"):
+            opened(engine_of("transformers"), share=True, sleep=True)
+
+
+def test_a_single_process_may_share_its_engine() -> None:
+    with rollout(engine_of("transformers"), share=True) as rolling:
+        trainer(policy(), rollout_func=rolling).train()
+        assert rolling.engine.get_weight_version() == "1"
+
+
+def test_a_policy_that_is_split_over_ranks_is_refused() -> None:
+    """A stand-in for FSDP's accelerator: accelerate makes none on a CPU."""
+    split: Any = SimpleNamespace(num_processes=2, process_index=0, distributed_type=DistributedType.FSDP)
+    refusal = "distributed_type 'FSDP' with 2 processes.*Leave FSDP and DeepSpeed out"
+    with rollout(engine_of("transformers")) as rolling:
+        training = trainer(policy(), rollout_func=rolling)
+        training.accelerator = split
+        with pytest.raises(InvalidRequest, match=refusal):
+            rolling([PROMPTS[0]], training)
+    with generation(engine_of("transformers")) as replaced, pytest.raises(InvalidRequest, match=refusal):
+        replaced(policy(), split, training.processing_class)

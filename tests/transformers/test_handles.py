@@ -130,6 +130,22 @@ async def test_stops_on_text_are_found_by_the_holder(open_engine: OpenEngine) ->
         )
 
 
+async def test_holders_of_a_seeded_engine_draw_samples_of_their_own(open_engine: OpenEngine) -> None:
+    params = SamplingParams(max_new_tokens=12, n=4)
+
+    async def drawn(page: InferenceEngine, **more: object) -> list[tuple[int, ...]]:
+        output = await page.generate([1, 2], params.model_copy(update=more))
+        return [tuple(completion.token_ids) for completion in output.completions]
+
+    async with open_engine(seed=7) as engine:
+        handle = await engine.handle()
+        async with attached(handle) as one, attached(handle) as other:
+            pages = (engine, one, other)
+            samples = [sample for page in pages for _ in range(2) for sample in await drawn(page)]
+            assert len(set(samples)) == len(samples) == 24
+            assert await drawn(one, seed=5) == await drawn(other, seed=5)
+
+
 async def test_every_holder_sees_what_another_does(open_engine: OpenEngine) -> None:
     async with open_engine(enable_sleep=True) as engine:
         handle = await engine.handle()

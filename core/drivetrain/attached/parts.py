@@ -96,6 +96,11 @@ class AttachedModel(StartedModel):
             tokenizer = await asyncio.to_thread(load_tokenizer, config, files)
         self.take(tokenizer, info)
 
+    @property
+    def holder(self) -> int:
+        assert isinstance(self.backend, AttachedBackend)
+        return self.backend.facts.holder
+
 
 class AttachedLoadedAdapters(LoadedAdapters):
     """Mirrors the names of the owner's adapters."""

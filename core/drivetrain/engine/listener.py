@@ -12,6 +12,7 @@ import socket
 import ssl
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -219,7 +220,7 @@ class HolderConnection(RpcServer):
             Attached(
                 proof(self._key, "owner", message.nonce, self._nonce),
                 self._number,
-                FACTS.encode(listener.facts()),
+                FACTS.encode(replace(listener.facts(), holder=self._number)),
                 STATE.encode(listener.state),
             )
         )

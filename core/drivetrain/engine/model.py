@@ -45,7 +45,14 @@ class StartedModel:
 
     def new_builder(self) -> RequestBuilder:
         """Make the builder that validates requests against this model."""
-        return RequestBuilder(self.controller.config, self.controller.capabilities, self.info, self.tokenizer)
+        return RequestBuilder(
+            self.controller.config, self.controller.capabilities, self.info, self.tokenizer, self.holder
+        )
+
+    @property
+    def holder(self) -> int:
+        """Number of this process among those that make requests of the engine; 0: its owner."""
+        return 0
 
     @property
     def info_if_started(self) -> ModelInfo | None:

@@ -39,17 +39,34 @@ _IN_LOOP: Final = 8192
 """Most microseconds, estimated, of reading prompts in the event loop; a thread costs about 200."""
 
 
+_SEEDS_OF_A_HOLDER: Final = 1 << 40
+"""More samples than a process makes."""
+
+
 class RequestBuilder:
-    """Builds the samples of a call and refuses invalid ones before any work."""
+    """Builds the samples of a call and refuses invalid ones before any work.
+
+    Args:
+        config: The engine's configuration.
+        capabilities: The engine's.
+        model: The model.
+        tokenizer: Its tokenizer.
+        holder: Number of this process among those that make requests of the engine; each draws with seeds of its own.
+    """
 
     def __init__(
-        self, config: EngineConfig, capabilities: frozenset[Capability], model: ModelInfo, tokenizer: Tokenizer
+        self,
+        config: EngineConfig,
+        capabilities: frozenset[Capability],
+        model: ModelInfo,
+        tokenizer: Tokenizer,
+        holder: int = 0,
     ) -> None:
         self._config = config
         self._capabilities = capabilities
         self._model = model
         self._tokenizer = tokenizer
-        self._seeds_taken = 0
+        self._seeds_taken = holder * _SEEDS_OF_A_HOLDER
 
     def build(
         self,

@@ -29,6 +29,8 @@ class EngineFacts:
     """Identifies the running machine: memory can be shared only within it."""
     instance: str
     """Identifies this engine among all: another one may listen at the same address later."""
+    holder: int = 0
+    """Number of the holder that asks, from 1 on; 0: the owner."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import MISSING, fields
 from types import SimpleNamespace, TracebackType
 from typing import Final, Protocol, Self
@@ -13,9 +14,10 @@ from torch import nn
 from drivetrain.checks.extras import from_extra
 from drivetrain.checks.safe_repr import shown
 from drivetrain.errors import InvalidRequest
+from drivetrain.synchronous import SyncEngine
 from drivetrain_trainers.trl.policy_engine import EngineLike, PolicyEngine
 from drivetrain_trainers.trl.sampling import GenerationSettings, sampling_params
-from drivetrain_trainers.trl.support import Accelerator, refuse_images, refuse_release, require_one_process
+from drivetrain_trainers.trl.support import Accelerator, refuse_images, refuse_release, require_replicas
 
 _REPLACED: Final = "VLLMGeneration"
 _OF_THE_ENGINE: Final = ("tensor_parallel_size", "gpu_memory_utilization", "max_model_length", "model_impl")
@@ -55,12 +57,16 @@ class EngineGeneration:
     Args:
         served: The engine.
         model: The policy.
+        accelerator: The trainer's.
         settings: The generation settings.
     """
 
-    def __init__(self, served: PolicyEngine, model: nn.Module, settings: GenerationSettings) -> None:
+    def __init__(
+        self, served: PolicyEngine, model: nn.Module, accelerator: Accelerator, settings: GenerationSettings
+    ) -> None:
         self._served = served
         self._model = model
+        self._accelerator = accelerator
         self._params = sampling_params(settings)
         self._behind = True
         self._step = -1
@@ -87,7 +93,8 @@ class EngineGeneration:
         Args:
             prompts: Token ids, which TRL has repeated ``num_generations`` times.
             images: Must be None.
-            num_generations: Not used: equal prompts that follow one another become one request.
+            num_generations: 1 for the turns after a tool's, which not every rank of the trainer has. Equal prompts that
+                follow one another become one request whatever it is.
             profiler: Times the generation, and tells the training step, which becomes the weight version. Without it,
                 pushes are counted.
 
@@ -95,19 +102,19 @@ class EngineGeneration:
             InvalidRequest: there are images.
             DrivetrainError: the errors of the push and of ``generate``.
         """
-        if images is not None:
-            refuse_images()
-        if self._behind:
-            told = getattr(profiler, "step", None)
-            self._step = self._step + 1 if told is None else told
-        self._served.serve(self._model, self._step, again=self._behind)
-        self._behind = False
         ids = [list(prompt) for prompt in prompts]
-        if profiler is None:
-            completions = self._served.generate(ids, self._params)
-        else:
-            with profiler:
-                completions = self._served.generate(ids, self._params)
+        # Not every rank has turns after a tool's, so that ranks agree on the weights and on the first turn only.
+        first = num_generations != 1
+        with self._served.together(self._accelerator):
+            if images is not None:
+                refuse_images()
+            if self._behind:
+                told = getattr(profiler, "step", None)
+                self._step = self._step + 1 if told is None else told
+            self._served.serve(self._model, self._step, again=self._behind)
+            self._behind = False
+            with nullcontext() if profiler is None else profiler:
+                completions = self._served.generate(ids, self._params, agree=first)
         return (
             ids,
             [completion.token_ids for completion in completions],
@@ -132,8 +139,11 @@ class Generation:
         self._theirs = theirs
         self._served = served
         self._sleep = sleep
-        self.engine = served.engine
-        """The engine."""
+
+    @property
+    def engine(self) -> SyncEngine:
+        """The engine; with ``share``, on ranks other than 0, from the first generation on."""
+        return self._served.engine
 
     def __call__(
         self, model: nn.Module, accelerator: Accelerator, processing_class: Tokenizer, **settings: object
@@ -143,7 +153,7 @@ class Generation:
         Raises:
             InvalidRequest: the trainer is set to something that the engine does not do; before any work.
         """
-        require_one_process(accelerator)
+        require_replicas(accelerator)
         self._require_ours(settings)
         generation = {name: settings[name] for name in _GENERATION}
         wanted = GenerationSettings(
@@ -152,7 +162,7 @@ class Generation:
             structured_outputs_regex=settings["structured_outputs_regex"],  # type: ignore[arg-type]  # likewise
             generation_kwargs=settings["generation_kwargs"] or {},  # type: ignore[arg-type]  # likewise
         )
-        return EngineGeneration(self._served, model, wanted)
+        return EngineGeneration(self._served, model, accelerator, wanted)
 
     def _require_ours(self, settings: Mapping[str, object]) -> None:
         known = {*_OF_THE_ENGINE, *_GENERATION, *_WITHOUT_EFFECT}
@@ -187,7 +197,13 @@ class Generation:
 
 
 def generation(
-    engine: EngineLike, *, lora_name: str | None = None, cast: bool = False, sleep: bool = False, **fields: object
+    engine: EngineLike,
+    *,
+    lora_name: str | None = None,
+    cast: bool = False,
+    sleep: bool = False,
+    share: bool = False,
+    **fields: object,
 ) -> Generation:
     """Put an engine in the place of vLLM, for every ``GRPOTrainer`` with ``use_vllm=True`` made in its context.
 
@@ -200,6 +216,7 @@ def generation(
         lora_name: As for :func:`rollout`.
         cast: As for :func:`rollout`.
         sleep: Let the engine's memory go between generations; needed for ``vllm_enable_sleep_mode=True``.
+        share: As for :func:`rollout`.
         fields: Fields of the engine's configuration, such as ``model``.
 
     Raises:
@@ -207,7 +224,7 @@ def generation(
         InvalidRequest: the arguments conflict.
         DrivetrainError: the errors of :func:`create_engine`.
     """
-    served = PolicyEngine(engine, lora_name=lora_name, cast=cast, sleep=sleep, fields=fields)
+    served = PolicyEngine(engine, lora_name=lora_name, cast=cast, sleep=sleep, share=share, fields=fields)
     try:
         return Generation(served, sleep)
     except BaseException:

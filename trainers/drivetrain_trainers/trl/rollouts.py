@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Self, TypedDict
 
+from drivetrain.synchronous import SyncEngine
 from drivetrain_trainers.trl.policy_engine import EngineLike, PolicyEngine
 from drivetrain_trainers.trl.sampling import GenerationSettings, sampling_params
 from drivetrain_trainers.trl.support import Trainer, refuse_images, require_supported
@@ -27,13 +28,17 @@ class Rollout:
 
     def __init__(self, served: PolicyEngine) -> None:
         self._served = served
-        self.engine = served.engine
-        """The engine."""
+
+    @property
+    def engine(self) -> SyncEngine:
+        """The engine; with ``share``, on ranks other than 0, from the first rollout on."""
+        return self._served.engine
 
     def __call__(self, prompts: list[object], trainer: Trainer) -> Rollouts:
         """Return one completion of each of ``prompts``, which TRL has repeated ``num_generations`` times.
 
-        If ``trainer.state.global_step`` has changed, the policy's weights are pushed first.
+        If ``trainer.state.global_step`` has changed, the policy's weights are pushed first. With several ranks, an
+        error on one of them is raised on all.
 
         Raises:
             InvalidRequest: the trainer is set to something that has no equivalent; before any work.
@@ -41,13 +46,14 @@ class Rollout:
             DrivetrainError: the errors of the push and of ``generate``.
         """
         require_supported(trainer)
-        params = sampling_params(_settings(trainer))
-        ids, images, _ = trainer._tokenize_prompts(prompts)
-        if images is not None:
-            refuse_images()
-        ids = [list(prompt) for prompt in ids]
-        self._served.serve(trainer.model, trainer.state.global_step)
-        completions = self._served.generate(ids, params)
+        with self._served.together(trainer.accelerator):
+            params = sampling_params(_settings(trainer))
+            ids, images, _ = trainer._tokenize_prompts(prompts)
+            if images is not None:
+                refuse_images()
+            ids = [list(prompt) for prompt in ids]
+            self._served.serve(trainer.model, trainer.state.global_step)
+            completions = self._served.generate(ids, params)
         return {
             "prompt_ids": ids,
             "completion_ids": [completion.token_ids for completion in completions],
@@ -69,7 +75,13 @@ class Rollout:
 
 
 def rollout(
-    engine: EngineLike, *, lora_name: str | None = None, cast: bool = False, sleep: bool = False, **fields: object
+    engine: EngineLike,
+    *,
+    lora_name: str | None = None,
+    cast: bool = False,
+    sleep: bool = False,
+    share: bool = False,
+    **fields: object,
 ) -> Rollout:
     """Make a ``rollout_func`` for TRL's ``GRPOTrainer``, whose rollouts an engine generates.
 
@@ -83,13 +95,16 @@ def rollout(
             the base model's checkpoint. None: push all weights, with adapters merged.
         cast: Round the policy's weights to the engine's dtype, such as float32 to bfloat16.
         sleep: Let the engine's memory go between rollouts.
+        share: For a trainer of several processes (DDP): one engine or fleet for all of them. Rank 0 makes it and
+            pushes, the others attach to it. False: each rank makes an engine of its own and pushes to it; a
+            configured seed is increased by the rank.
         fields: Fields of the engine's configuration, such as ``model``.
 
     Raises:
         InvalidRequest: the arguments conflict.
         DrivetrainError: the errors of :func:`create_engine`.
     """
-    return Rollout(PolicyEngine(engine, lora_name=lora_name, cast=cast, sleep=sleep, fields=fields))
+    return Rollout(PolicyEngine(engine, lora_name=lora_name, cast=cast, sleep=sleep, share=share, fields=fields))
 
 
 def _settings(trainer: Trainer) -> GenerationSettings:

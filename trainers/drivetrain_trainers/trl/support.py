@@ -24,7 +24,7 @@ class Accelerator(Protocol):
 
     @property
     def distributed_type(self) -> object:
-        """An enum, whose value is ``NO`` for one process without a wrapper."""
+        """An enum, whose value is ``NO`` for one process, and begins with ``MULTI_`` for DDP."""
         ...
 
 
@@ -59,18 +59,18 @@ _OF_A_TRAINER: Final = (
 )
 
 
-def require_one_process(accelerator: Accelerator) -> None:
-    """Raise unless the trainer is one process that holds the whole policy.
+def require_replicas(accelerator: Accelerator) -> None:
+    """Raise unless each of the trainer's processes holds the whole policy.
 
     Raises:
-        InvalidRequest: there are several processes, or the policy is sharded.
+        InvalidRequest: the policy is sharded.
     """
-    kind = getattr(accelerator.distributed_type, "value", accelerator.distributed_type)
-    if accelerator.num_processes != 1 or kind != "NO":
+    kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
+    if kind != "NO" and not kind.startswith("MULTI_"):
         raise InvalidRequest(
-            f"the trainer runs in {accelerator.num_processes} processes (distributed_type {kind!r}); rollouts on "
-            "drivetrain take one process without DDP, FSDP or DeepSpeed. Start the script with python, not with "
-            "accelerate launch or torchrun; the engine may have several GPUs",
+            f"the trainer has distributed_type {kind!r} with {accelerator.num_processes} processes; rollouts on "
+            "drivetrain take one process, or several by DDP, each of which holds the whole policy. Leave FSDP and "
+            "DeepSpeed out of accelerate's configuration; the engine may have several GPUs",
             field="trainer",
         )
 
@@ -85,7 +85,7 @@ def require_supported(trainer: Trainer) -> None:
     missing = [name for name in _OF_A_TRAINER if not hasattr(trainer, name)]
     if missing:
         refuse_release(f"its {type(trainer).__name__} has no {', '.join(missing)}")
-    require_one_process(trainer.accelerator)
+    require_replicas(trainer.accelerator)
     if trainer.use_vllm:
         _refuse("use_vllm=True", "leave use_vllm out, or use drivetrain_trainers.trl.generation() without rollout_func")
     if getattr(trainer, "tools", None) or getattr(trainer, "environment_factories", None):
