@@ -60,6 +60,7 @@ from drivetrain_vllm.translate import (
     engine_arguments,
     may_use_xgrammar,
     records_experts_by_block,
+    refuse_overridden_fields,
     room_of,
     sampling_params,
     scores_on_a_gpu,
@@ -223,6 +224,7 @@ class VLLMBackend(WorkerBackend[Collected]):
         os.environ[_START_METHOD] = method
         if device == "cpu":
             _require_a_cache_for_states(made.cache_config)
+            refuse_overridden_fields(config, made)
         if device == "cpu" and made.model_config.enforce_eager:
             os.environ["TORCHDYNAMO_DISABLE"] = "1"  # otherwise vLLM compiles some functions regardless, for 20 s
         if made.device_config.device_type != device:

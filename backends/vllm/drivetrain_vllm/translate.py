@@ -135,6 +135,31 @@ def records_experts_by_block() -> bool:
     return source_mentions("vllm", "distributed/aux_output_connector/worker.py", "class AuxOutputWorkerConnector")
 
 
+def refuse_overridden_fields(config: EngineConfig, made: Any) -> None:
+    """Refuse fields in whose place vLLM chose something else, as it does on a CPU for models with latent attention.
+
+    Args:
+        config: The configuration.
+        made: The ``VllmConfig`` that vLLM made of it.
+
+    Raises:
+        InvalidConfig: naming the field.
+    """
+    if config.task is Task.GENERATE and config.enable_prefix_caching and not made.cache_config.enable_prefix_caching:
+        raise InvalidConfig(
+            "enable_prefix_caching=True: vLLM caches no prefixes of this model here, as of models with multi-head "
+            "latent attention on a CPU; give enable_prefix_caching=False, or use a GPU or the transformers backend",
+            field="enable_prefix_caching",
+        )
+    asked, used = config.max_num_batched_tokens, made.scheduler_config.max_num_batched_tokens
+    if asked is not None and used != asked:
+        raise InvalidConfig(
+            f"max_num_batched_tokens={asked}: vLLM takes {used} for this model here, as for models with multi-head "
+            "latent attention on a CPU; leave it out",
+            field="max_num_batched_tokens",
+        )
+
+
 def engine_arguments(
     config: EngineConfig, device: str, dtype: str, longest: int, overrides: Mapping[str, object] | None = None
 ) -> dict[str, object]:

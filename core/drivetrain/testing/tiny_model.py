@@ -106,6 +106,26 @@ ARCHITECTURES: Final[Mapping[str, Mapping[str, ConfigValue]]] = MappingProxyType
         "qwen2_moe": {**_MOE, "shared_expert_intermediate_size": 64},
         "qwen3_moe": {**_MOE, **_OWN_HEADS},
         "mixtral": {**_GROUPED, "head_dim": _HEAD, "num_local_experts": 4, "num_experts_per_tok": 2},
+        "deepseek_v3": {
+            **_GROUPED,
+            "q_lora_rank": 64,
+            # Sizes of published models: engines' attention kernels are made for these alone.
+            "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            # Engines read these fields of published configurations:
+            "moe_layer_freq": 1,
+            "topk_method": "noaux_tc",
+            "scoring_func": "sigmoid",
+        },
         "qwen3_next": {
             **_MOE,
             **_FOUR_LAYERS,
