@@ -61,6 +61,7 @@ from drivetrain_vllm.translate import (
     may_use_xgrammar,
     records_experts_by_block,
     refuse_overridden_fields,
+    refuse_plain_latent_attention,
     room_of,
     sampling_params,
     scores_on_a_gpu,
@@ -153,6 +154,7 @@ class VLLMBackend(WorkerBackend[Collected]):
             _require_blocks_for_experts(config)
         if device_type_of(config) == "cpu":
             require_dense_for_adapters(config, config_levels(config.model), "vLLM")
+            refuse_plain_latent_attention(config_levels(config.model))
 
     @classmethod
     def preload(cls) -> None:

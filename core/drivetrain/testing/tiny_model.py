@@ -109,11 +109,21 @@ ARCHITECTURES: Final[Mapping[str, Mapping[str, ConfigValue]]] = MappingProxyType
         "deepseek_v3": {
             **_GROUPED,
             "q_lora_rank": 64,
-            # Sizes of published models: engines' attention kernels are made for these alone.
+            # Sizes and frequencies of published models: engines are made for these alone.
             "kv_lora_rank": 512,
             "qk_nope_head_dim": 128,
             "qk_rope_head_dim": 64,
             "v_head_dim": 128,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 256,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+            },
             "n_routed_experts": 4,
             "n_shared_experts": 1,
             "num_experts_per_tok": 2,
