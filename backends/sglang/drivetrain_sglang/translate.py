@@ -156,7 +156,7 @@ def refuse_latent_attention(arguments: Mapping[str, object], levels: Iterable[Ma
     It takes values to be as wide as keys, and its first forward pass would end SGLang.
 
     Args:
-        arguments: What :func:`engine_arguments` returned.
+        arguments: The result of :func:`engine_arguments`.
         levels: Fields of the model's ``config.json``, as ``config_levels`` returns them.
 
     Raises:
