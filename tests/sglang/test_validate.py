@@ -38,3 +38,12 @@ def test_adapters_of_a_mixture_of_experts_are_refused_on_a_cpu() -> None:
     assert caught.value.field == "enable_lora"
     SGLangBackend.validate(EngineConfig.model_validate(given | {"device": "cuda"}))
     SGLangBackend.validate(EngineConfig.model_validate(given | {"device": "cpu", "enable_lora": False}))
+
+
+def test_latent_attention_is_refused_for_attention_in_plain_torch() -> None:
+    given: dict[str, object] = {"backend": "sglang", "model": str(tiny_model("deepseek_v3")), "device": "cpu"}
+    with pytest.raises(InvalidConfig, match="deepseek_v3 has multi-head latent attention") as caught:
+        SGLangBackend.validate(EngineConfig.model_validate(given))
+    assert caught.value.field == "attention_backend"
+    SGLangBackend.validate(EngineConfig.model_validate(given | {"attention_backend": "intel_amx"}))
+    SGLangBackend.validate(EngineConfig.model_validate(given | {"device": "cuda"}))

@@ -35,12 +35,15 @@ from drivetrain import (
     create_engine,
 )
 from drivetrain.testing import VISION_ARCHITECTURES, tiny_model
+from drivetrain_conformance.assertions.weight_checks import check_holds
 from drivetrain_conformance.assets.made_adapters import change_adapter, make_adapter, merge
+from drivetrain_conformance.assets.weight_sources import tensors_of
 from drivetrain_conformance.harness.testbench import check_held
 from drivetrain_conformance.references.oracle import mrope_positions
 from drivetrain_transformers import TransformersBackend, vision
 from drivetrain_transformers.row_media import MediaPass, Padded, PlacedMedium, RowMedia
 from drivetrain_transformers.translate import media_capabilities
+from drivetrain_weight_sync import WeightSync
 from engines import HANGING, tried_again, until_running
 from media_prompts import (
     END,
@@ -178,6 +181,19 @@ async def test_an_update_of_the_vision_part_takes_effect(architecture: str, mode
     other = with_other_vision(folder, tmp_path / "other")
     async with engine_of(folder) as engine:
         await check_update(engine, MIXED[1:3], mode, reference(folder), other, Reference(other))
+
+
+@pytest.mark.parametrize("architecture", sorted(VISION_ARCHITECTURES))
+async def test_a_policy_in_memory_is_pushed_in_every_form(architecture: str, tmp_path: Path) -> None:
+    folder = tiny_model(architecture)
+    other = with_other_vision(folder, tmp_path / "other")
+    policies = [AutoModelForImageTextToText.from_pretrained(path) for path in (other, folder)]
+    async with engine_of(folder) as engine:
+        for form in (lambda policy: policy, lambda policy: policy.state_dict(), lambda policy: policy.named_parameters):
+            for policy, path in zip(policies, (other, folder), strict=True):
+                async with WeightSync.connect(form(policy), engine) as sync:
+                    await sync.push(version=path.name)
+                await check_holds(engine, tensors_of(path))
 
 
 @tried_again

@@ -21,6 +21,7 @@ from drivetrain import (
     InvalidConfig,
     LogprobsMode,
     SamplingParams,
+    Task,
     VersionSpan,
     VideoInput,
 )
@@ -153,6 +154,32 @@ def test_experts_that_are_kept_by_cached_blocks_need_the_prefix_cache(
     with pytest.raises(InvalidConfig, match="blocks of its prefix cache") as caught:
         VLLMBackend.validate(config(**fields, enable_prefix_caching=False))
     assert caught.value.field == "engine_kwargs"
+
+
+@pytest.mark.parametrize(
+    ("caches", "most", "fields", "field"),
+    [
+        (False, 8192, {}, "enable_prefix_caching"),
+        (False, 8192, {"enable_prefix_caching": False}, None),
+        (False, 8192, {"task": Task.EMBED}, None),
+        (True, 8192, {"max_num_batched_tokens": 512}, "max_num_batched_tokens"),
+        (True, 512, {"max_num_batched_tokens": 512}, None),
+        (True, 8192, {}, None),
+    ],
+)
+def test_a_field_that_vllm_overrides_is_refused(
+    caches: bool, most: int, fields: dict[str, object], field: str | None
+) -> None:
+    made = SimpleNamespace(
+        cache_config=SimpleNamespace(enable_prefix_caching=caches),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=most),
+    )
+    if field is None:
+        translate.refuse_overridden_fields(config(**fields), made)
+        return
+    with pytest.raises(InvalidConfig, match=f"{field}=") as caught:
+        translate.refuse_overridden_fields(config(**fields), made)
+    assert caught.value.field == field
 
 
 def test_the_configuration_becomes_arguments() -> None:

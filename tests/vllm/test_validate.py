@@ -8,6 +8,7 @@ from drivetrain.errors import InvalidConfig
 from drivetrain.testing import tiny_model
 from drivetrain.types.config import EngineConfig
 from drivetrain_vllm.engine import VLLMBackend
+from drivetrain_vllm.translate import refuse_plain_latent_attention
 
 
 @pytest.mark.parametrize(
@@ -54,3 +55,16 @@ def test_adapters_of_a_mixture_of_experts_are_refused_on_a_cpu() -> None:
     assert caught.value.field == "enable_lora"
     VLLMBackend.validate(EngineConfig.model_validate(given | {"device": "cuda"}))
     VLLMBackend.validate(EngineConfig.model_validate(given | {"device": "cpu", "enable_lora": False}))
+
+
+def test_latent_attention_without_positions_is_refused_on_a_cpu() -> None:
+    plain = tiny_model("deepseek_v3", rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
+    given = {"backend": "vllm", "model": str(plain), "device": "cpu"}
+    with pytest.raises(InvalidConfig, match="deepseek_v3 has multi-head latent attention with plain") as caught:
+        VLLMBackend.validate(EngineConfig.model_validate(given))
+    assert caught.value.field == "model"
+    VLLMBackend.validate(EngineConfig.model_validate(given | {"model": str(tiny_model("deepseek_v3"))}))
+    old: list[dict[str, object]] = [{"kv_lora_rank": 512, "rope_scaling": {"type": "yarn"}}, {"rope_scaling": None}]
+    refuse_plain_latent_attention(old)
+    with pytest.raises(InvalidConfig):
+        refuse_plain_latent_attention([{"kv_lora_rank": 512, "rope_scaling": None}])

@@ -65,6 +65,7 @@ from drivetrain_sglang.translate import (
     engine_arguments,
     fitting,
     labels_tokens,
+    refuse_latent_attention,
     request_fields,
     require_pooling,
     sampling_params,
@@ -147,11 +148,12 @@ class SGLangBackend(WorkerBackend[Collected]):
     @classmethod
     def validate(cls, config: EngineConfig) -> None:
         """Refuse arguments that SGLang would not honour, and values that do not fit the model."""
-        engine_arguments(config, device_type_of(config), config.dtype, config.context_length or 0)
+        arguments = engine_arguments(config, device_type_of(config), config.dtype, config.context_length or 0)
         check_model_folder(config, "SGLang")
         folder_pooling(config)
         if device_type_of(config) == "cpu":
             require_dense_for_adapters(config, config_levels(config.model), "SGLang")
+            refuse_latent_attention(arguments, config_levels(config.model))
 
     @classmethod
     def preload(cls) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Final
@@ -148,6 +148,29 @@ def carries_scores() -> bool:
 def labels_tokens() -> bool:
     """Return whether the installed SGLang reports the weight version of each token, without importing it."""
     return source_mentions("sglang", "srt/utils/weight_versions.py", "class WeightVersionSpan")
+
+
+def refuse_latent_attention(arguments: Mapping[str, object], levels: Iterable[Mapping[str, object]]) -> None:
+    """Refuse a model with multi-head latent attention (MLA) for SGLang's attention in plain torch.
+
+    It takes values to be as wide as keys, and its first forward pass would end SGLang.
+
+    Args:
+        arguments: The result of :func:`engine_arguments`.
+        levels: Fields of the model's ``config.json``, as ``config_levels`` returns them.
+
+    Raises:
+        InvalidConfig: naming the model's type and the attention backend.
+    """
+    plain = _ON_A_CPU["attention_backend"]
+    for level in levels:
+        if arguments["attention_backend"] == plain and level.get("kv_lora_rank") is not None:
+            raise InvalidConfig(
+                f"attention_backend={plain!r}: {level.get('model_type', 'the model')} has multi-head latent attention, "
+                f"kv_lora_rank={level['kv_lora_rank']}, which this backend of SGLang does not run; use a GPU, another "
+                "attention_backend that your CPU has, or the transformers backend",
+                field="attention_backend",
+            )
 
 
 def engine_arguments(

@@ -59,6 +59,8 @@ from drivetrain_vllm.translate import (
     engine_arguments,
     may_use_xgrammar,
     records_experts_by_block,
+    refuse_overridden_fields,
+    refuse_plain_latent_attention,
     room_of,
     sampling_params,
     scores_on_a_gpu,
@@ -152,6 +154,7 @@ class VLLMBackend(WorkerBackend[Collected]):
             _require_blocks_for_experts(config)
         if device_type_of(config) == "cpu":
             require_dense_for_adapters(config, config_levels(config.model), "vLLM")
+            refuse_plain_latent_attention(config_levels(config.model))
 
     @classmethod
     def preload(cls) -> None:
@@ -221,6 +224,7 @@ class VLLMBackend(WorkerBackend[Collected]):
         os.environ[_START_METHOD] = method
         if device == "cpu":
             _require_a_cache_for_states(made.cache_config)
+            refuse_overridden_fields(config, made)
         if device == "cpu" and made.model_config.enforce_eager:
             os.environ["TORCHDYNAMO_DISABLE"] = "1"  # otherwise vLLM compiles some functions regardless, for 20 s
         if made.device_config.device_type != device:

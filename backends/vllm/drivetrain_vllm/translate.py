@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from drivetrain.backend.base import GenerateRequest, GenerateResult
@@ -129,6 +129,54 @@ def scores_on_a_gpu() -> bool:
 def records_experts_by_block() -> bool:
     """Return whether the installed vLLM keeps experts by the hashes of cached blocks, without importing it."""
     return source_mentions("vllm", "distributed/aux_output_connector/worker.py", "class AuxOutputWorkerConnector")
+
+
+def refuse_plain_latent_attention(levels: Iterable[Mapping[str, object]]) -> None:
+    """Refuse a model with multi-head latent attention (MLA) and plain rotary frequencies, for vLLM on a CPU.
+
+    VLLM 0.32 does not rotate its queries and keys there: its kernel works in place on a copy. Those with YaRN, as
+    published DeepSeek models have, are right.
+
+    Args:
+        levels: Fields of the model's ``config.json``, as ``config_levels`` returns them.
+
+    Raises:
+        InvalidConfig: naming the model's type.
+    """
+    for level in levels:
+        rope = level.get("rope_parameters") or level.get("rope_scaling")
+        kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, Mapping) else "default"
+        if level.get("kv_lora_rank") is not None and kind == "default":
+            raise InvalidConfig(
+                f"model: {level.get('model_type', 'it')} has multi-head latent attention with plain rotary "
+                "frequencies, which vLLM computes without positions on a CPU; use a GPU or the transformers backend",
+                field="model",
+            )
+
+
+def refuse_overridden_fields(config: EngineConfig, made: Any) -> None:
+    """Refuse fields in whose place vLLM chose something else, as it does on a CPU for models with latent attention.
+
+    Args:
+        config: The configuration.
+        made: The ``VllmConfig`` that vLLM made of it.
+
+    Raises:
+        InvalidConfig: naming the field.
+    """
+    if config.task is Task.GENERATE and config.enable_prefix_caching and not made.cache_config.enable_prefix_caching:
+        raise InvalidConfig(
+            "enable_prefix_caching=True: vLLM caches no prefixes of this model here, as of models with multi-head "
+            "latent attention on a CPU; give enable_prefix_caching=False, or use a GPU or the transformers backend",
+            field="enable_prefix_caching",
+        )
+    asked, used = config.max_num_batched_tokens, made.scheduler_config.max_num_batched_tokens
+    if asked is not None and used != asked:
+        raise InvalidConfig(
+            f"max_num_batched_tokens={asked}: vLLM takes {used} for this model here, as for models with multi-head "
+            "latent attention on a CPU; leave it out",
+            field="max_num_batched_tokens",
+        )
 
 
 def engine_arguments(

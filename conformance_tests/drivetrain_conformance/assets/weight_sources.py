@@ -128,6 +128,8 @@ class Fault:
     kind: type[DrivetrainError]
     field: str
     """Attribute of the error that names the tensors."""
+    says: str = ""
+    """Words of the error's message."""
 
     def check_named(self, error: DrivetrainError, name: str) -> None:
         """Raise unless the error names the wrong tensor and no other."""
@@ -135,6 +137,7 @@ class Fault:
         named = getattr(error, self.field)
         assert named == (expected,), f"{self.what}: the error names {named}, not {expected}"
         assert expected in str(error), f"{self.what}: the message does not name {expected}: {error}"
+        assert self.says in str(error), f"{self.what}: the message does not say {self.says!r}: {error}"
 
 
 def _replace(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tensors, str], None]:
@@ -150,7 +153,7 @@ FAULTS: Final = (
     Fault("an extra tensor", lambda tensors, _: tensors.update({GHOST: torch.ones(2, 3)}), WeightPlanMismatch, "extra"),
     Fault("a tensor of another shape", _replace(lambda it: it[:-1].clone()), WeightPlanMismatch, "mismatched"),
     # Double is rounded to whatever dtype the engine holds.
-    Fault("a tensor of another dtype", _replace(torch.Tensor.double), WeightPlanMismatch, "mismatched"),
+    Fault("a tensor of another dtype", _replace(torch.Tensor.double), WeightPlanMismatch, "mismatched", "would round"),
     Fault("a tensor with a NaN", _replace(_ending_in(float("nan"))), InvalidWeights, "tensors"),
     Fault("a tensor with an infinity", _replace(_ending_in(float("-inf"))), InvalidWeights, "tensors"),
 )

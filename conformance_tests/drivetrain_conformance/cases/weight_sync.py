@@ -11,8 +11,9 @@ import time
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
+from ipaddress import ip_address
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import psutil
 import torch
@@ -26,6 +27,7 @@ from drivetrain.errors import (
     EngineError,
     EngineStartError,
     EngineStateError,
+    InvalidConfig,
     InvalidRequest,
     NonFiniteLogits,
     WeightPlanMismatch,
@@ -50,7 +52,12 @@ from drivetrain.types.weights import (
 )
 from drivetrain_conformance.assertions.event_loop_stalls import check_it_runs
 from drivetrain_conformance.assertions.full_disk import full_disk
-from drivetrain_conformance.assertions.leftovers import Holdings, check_nothing_left, temporary_folder
+from drivetrain_conformance.assertions.leftovers import (
+    Holdings,
+    check_nothing_left,
+    listening_addresses,
+    temporary_folder,
+)
 from drivetrain_conformance.assertions.memory_use import check_steady, held_by, held_bytes, mappings_of
 from drivetrain_conformance.assertions.refusals import raises, refused
 from drivetrain_conformance.assertions.same_answers import check_same
@@ -375,22 +382,37 @@ async def tied_weights_are_pushed_once_and_used_twice(bench: Bench) -> None:
     """A model with tied weights accepts them under either name, and uses the new weights in both places.
 
     stats() counts them once. Square matrices of gpt2, whose checkpoints hold them transposed, are not turned twice.
+    Tensors that engines compute when they load DeepSeek's, such as the halves of a projection, follow each update.
     """
-    for architecture in ("qwen2", "gpt2"):
-        folder = tiny_model(architecture, dtype=bench.models.dtype, tie_word_embeddings=True)
-        engine = bench.create(model=folder)
-        WeightSync.connect({}, engine, "shared_memory")  # an unclaimed strategy is refused before the engine starts
+    for architecture, fields in _PUSHED.items():
+        folder = tiny_model(architecture, dtype=bench.models.dtype, **fields)
         with _serves_or_names(architecture):
+            # Some engines cache no prefixes where attention is latent, and refuse to be asked for it.
+            caching = {"enable_prefix_caching": False} if architecture == "deepseek_v3" else {}
+            engine = bench.create(model=folder, **caching)
+            WeightSync.connect({}, engine, "shared_memory")  # an unclaimed strategy is refused before the engine starts
             async with engine:
                 await _push_tied(bench, engine, folder)
 
 
+_PUSHED: Final[Mapping[str, Mapping[str, Any]]] = {
+    "qwen2": {"tie_word_embeddings": True},
+    "gpt2": {"tie_word_embeddings": True},
+    "deepseek_v3": {
+        "first_k_dense_replace": 2,
+        "n_routed_experts": 1,
+        "num_experts_per_tok": 1,
+    },  # no layer has experts
+}
+"""Architectures, and fields of their configuration."""
+
+
 @contextmanager
 def _serves_or_names(architecture: str) -> Iterator[None]:
-    """Let an engine refuse to start with an architecture other than the suite's own if it names it."""
+    """Let an engine refuse an architecture other than the suite's own, when it is created or starts, if it names it."""
     try:
         yield
-    except EngineStartError as refusal:
+    except (EngineStartError, InvalidConfig) as refusal:
         if architecture == "qwen2" or architecture not in str(refusal).lower():
             raise
 
@@ -693,11 +715,17 @@ async def a_group_that_nobody_joins_does_not_hang(bench: Bench) -> None:
 
 @case(Capability.WEIGHTS_BROADCAST, changes_weights=True)
 async def a_group_is_formed_once_and_left_once(bench: Bench) -> None:
-    """A second group of the same name is refused without harming the first; a group can be left only once."""
-    between = Between(bench.engine)
+    """A second group of the same name is refused without harming the first; a group can be left only once.
+
+    Nobody listens for members of a group on this machine but at a loopback address.
+    """
+    between, before = Between(bench.engine), listening_addresses()
     async with WeightSync.connect(tensors_of(bench.other_weights()), between, "broadcast") as sync:
         await sync.push(version="first")
         (spec,) = between.groups
+        if ip_address(spec.master_address).is_loopback:
+            exposed = [one for one in listening_addresses() - before if not ip_address(one.host).is_loopback]
+            assert not exposed, f"for a group at {spec.master_address} other hosts can connect to {exposed}"
         with raises(InvalidRequest, "a second group of one name"):
             await bench.engine.init_weight_update_communicator(spec)
         await sync.push(version=NEW)

@@ -186,6 +186,25 @@ class goes_on_after_its_caller_left(CorrectBackend):
         return await asyncio.shield(task)
 
 
+@mutant("generate/a_batch_equals_each_prompt_alone", says="nats below the most likely one")
+class counts_padding_as_tokens(CorrectBackend):
+    """The ids that fill up a row to the length of the longest one beside it are seen by the model."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._lengths: list[int] = []
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        length = len(request.prompt_token_ids)
+        longest = max(length, *self._lengths) if self._lengths else length
+        self._lengths.append(length)
+        try:
+            padded = [0] * (longest - length) + list(request.prompt_token_ids)
+            return await super().generate(dataclasses.replace(request, prompt_token_ids=padded))
+        finally:
+            self._lengths.remove(length)
+
+
 class _Misreading(CorrectBackend):
     """Base class of mutants that read something else from a model's config.json."""
 

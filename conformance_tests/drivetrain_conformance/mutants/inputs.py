@@ -41,6 +41,25 @@ def takes_what_float32_cannot_hold(params: Mapping[str, object]) -> Mapping[str,
 
 @arguments_mutant(
     "errors/no_sampling_param_takes_a_wrong_value",
+    says="expected InvalidRequest for sampling_params.temperature, but nothing was raised",
+)
+def takes_text_for_a_temperature(params: Mapping[str, object]) -> Mapping[str, object]:
+    """A temperature that is given as text is read as a number."""
+    temperature = params.get("temperature")
+    return {**params, "temperature": 0.5} if temperature == "0.5" else params
+
+
+@arguments_mutant(
+    "errors/no_sampling_param_takes_a_wrong_value",
+    says="expected InvalidRequest for sampling_params.top_p, but nothing was raised",
+)
+def takes_truth_for_a_share(params: Mapping[str, object]) -> Mapping[str, object]:
+    """A top_p of True is read as 1."""
+    return {**params, "top_p": 1.0} if params.get("top_p") is True else params
+
+
+@arguments_mutant(
+    "errors/no_sampling_param_takes_a_wrong_value",
     says="expected InvalidRequest for sampling_params.top_k, but nothing was raised",
 )
 def takes_what_int32_cannot_hold(params: Mapping[str, object]) -> Mapping[str, object]:
@@ -157,6 +176,35 @@ def looks_at_no_argument(engine: type[InferenceEngine]) -> type[InferenceEngine]
         if method.__code__.co_filename == arguments.__file__
     }
     return mixed(engine, type("Wrong", (InferenceEngine,), {"__doc__": "Checks nothing.", **unchecked}))
+
+
+@mutant("errors/an_unknown_sampling_param_is_refused_with_its_likely_name", says="the error does not name '0 is off'")
+class names_no_remedy(InferenceEngine):
+    """An error about a known sampling param names the param, and not the value that is meant."""
+
+    async def generate(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        sampling_params: ParamsLike | Sequence[ParamsLike] | None = None,
+        **options: Any,
+    ) -> GenerationOutput:
+        try:
+            return await super().generate(prompts, sampling_params, **options)
+        except InvalidRequest as error:
+            if "did you mean" in str(error) or "there is no such field" in str(error):
+                raise
+            raise InvalidRequest("the value is out of range", field=error.field) from error
+
+
+@mutant(
+    "errors/other_arguments_of_a_wrong_type_are_refused",
+    says="update_weight_version(version='\\ud800'): AssertionError",
+)
+class takes_a_version_that_is_no_text(InferenceEngine):
+    """A weight version that no file or message can hold, such as half a surrogate pair, is accepted."""
+
+    async def update_weight_version(self, version: str) -> None:
+        await super().update_weight_version(version if version != "\ud800" else "surrogate")
 
 
 @mutant("abort/an_id_that_begins_another_aborts_only_its_own", says="abort(None) was taken")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import shutil
+import socket
 import tempfile
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager, nullcontext, suppress
@@ -36,6 +37,7 @@ from drivetrain.types.weights import (
     AbortUpdate,
     BeginUpdate,
     CommitUpdate,
+    CommunicatorSpec,
     DiskSource,
     LoadBuckets,
     PrepareUpdate,
@@ -93,12 +95,18 @@ class _WavingThrough(CorrectBackend):
     error: type[DrivetrainError]
     waves = False
 
+    def ignores(self, error: DrivetrainError) -> bool:
+        """Return whether an update is acknowledged in spite of this error."""
+        return True
+
     async def receive_weights(self, message: WeightMessage) -> WeightReply:
         if isinstance(message, PrepareUpdate):
             self.waves = False
             try:
                 return await super().receive_weights(message)
-            except self.error:
+            except self.error as error:
+                if not self.ignores(error):
+                    raise
                 self.waves = True
         if not self.waves:
             return await super().receive_weights(message)
@@ -119,6 +127,30 @@ class accepts_nan(_WavingThrough):
     """A checkpoint that holds NaN is committed."""
 
     error = InvalidWeights
+
+
+@mutant("weight_sync/a_wrong_checkpoint_is_refused_by_name", says="a tensor of another dtype was accepted")
+class rounds_without_being_asked(_WavingThrough):
+    """A checkpoint in float64 is committed, rounded to the engine's dtype."""
+
+    error = WeightPlanMismatch
+
+    def ignores(self, error: DrivetrainError) -> bool:
+        return "float64" in str(error)
+
+
+@mutant("weight_sync/a_wrong_checkpoint_is_refused_by_name", says="the message does not say 'would round'")
+class refuses_to_round_without_saying_so(CorrectBackend):
+    """A tensor that the engine would have to round is refused as one that does not fit."""
+
+    async def receive_weights(self, message: WeightMessage) -> WeightReply:
+        try:
+            return await super().receive_weights(message)
+        except WeightPlanMismatch as error:
+            if "would round" not in str(error):
+                raise
+            (name,) = error.mismatched
+            raise WeightPlanMismatch(f"{name} does not fit", mismatched=[name]) from error
 
 
 @mutant("weight_sync/a_checkpoint_folder_is_served", says="bfloat16")
@@ -255,29 +287,81 @@ def _numbers(tensor: TensorData) -> NDArray[np.float32]:
     return np.frombuffer(tensor.data, dtype=np.float32)
 
 
-@mutant("weight_sync/tied_weights_are_pushed_once_and_used_twice", says="nats below the most likely one")
-class turns_square_matrices_of_gpt2(CorrectBackend):
-    """Square matrices of gpt2, whose checkpoints hold them transposed, are turned once more after an update."""
+class _ChangingAfterUpdates(CorrectBackend):
+    """A backend whose engine changes the weights of one architecture after each update."""
+
+    architecture: str
+
+    def changed(self, name: str, pushed: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+        """Return what is served in place of a pushed tensor; ``first`` is what the engine started with."""
+        raise NotImplementedError
 
     async def receive_weights(self, message: WeightMessage) -> WeightReply:
         reply = await super().receive_weights(message)
-        if isinstance(message, CommitUpdate) and "gpt2" in self.config.model:
+        if isinstance(message, CommitUpdate) and self.architecture in self.config.model:
             with tempfile.TemporaryDirectory() as folder:
-                await self._turn(Path(folder), message.version)
+                await self._change(Path(folder), message.version)
         return reply
 
-    async def _turn(self, folder: Path, version: str) -> None:
+    async def _change(self, folder: Path, version: str) -> None:
         tensors: dict[str, torch.Tensor] = {}
-        for name, held in tensors_of(Path(self.config.model)).items():
-            read = torch.frombuffer(bytearray((await self.read_weight(name)).data), dtype=held.dtype)
-            tensors[name] = read.view(held.shape)
-            if held.ndim > 1 and held.shape[0] == held.shape[1]:
-                tensors[name] = tensors[name].T
+        for name, first in tensors_of(Path(self.config.model)).items():
+            read = torch.frombuffer(bytearray((await self.read_weight(name)).data), dtype=first.dtype)
+            tensors[name] = self.changed(name, read.view(first.shape), first)
         source = DiskSource(path=str(write_checkpoint(folder, Path(self.config.model), tensors)))
         request = WeightUpdateRequest(version=version, source=source)
         buckets = (await super().receive_weights(PrepareUpdate(request))).buckets
         for step in (BeginUpdate(), LoadBuckets(tuple(range(buckets))), VerifyUpdate(), CommitUpdate(version)):
             await super().receive_weights(step)
+
+
+@mutant("weight_sync/tied_weights_are_pushed_once_and_used_twice", says="nats below the most likely one")
+class turns_square_matrices_of_gpt2(_ChangingAfterUpdates):
+    """Square matrices of gpt2, whose checkpoints hold them transposed, are turned once more after an update."""
+
+    architecture = "gpt2"
+
+    def changed(self, name: str, pushed: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+        return pushed.T if pushed.ndim > 1 and pushed.shape[0] == pushed.shape[1] else pushed
+
+
+@mutant("weight_sync/tied_weights_are_pushed_once_and_used_twice", says="nats below the most likely one")
+class keeps_what_it_computed_of_older_weights(_ChangingAfterUpdates):
+    """The halves of DeepSeek's projection, which an engine computes when it loads, stay those of the first weights."""
+
+    architecture = "deepseek"
+
+    def changed(self, name: str, pushed: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+        return first if "kv_b_proj" in name else pushed
+
+
+@mutant("weight_sync/tied_weights_are_pushed_once_and_used_twice", says="it is not seen what the model has of it")
+class refuses_what_its_loader_computes(CorrectBackend):
+    """Updates of DeepSeek are refused, as the engine's loader computes something of a tensor."""
+
+    async def receive_weights(self, message: WeightMessage) -> WeightReply:
+        if isinstance(message, PrepareUpdate) and "deepseek" in self.config.model:
+            raise WeightPlanMismatch(
+                "the loader computes something of kv_b_proj; it is not seen what the model has of it"
+            )
+        return await super().receive_weights(message)
+
+
+@mutant("weight_sync/a_group_is_formed_once_and_left_once", says="other hosts can connect to")
+class listens_everywhere_for_a_group(CorrectBackend):
+    """While a broadcast group at a loopback address lives, the engine listens on every interface."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._stores: dict[str, socket.socket] = {}
+
+    async def init_communicator(self, spec: CommunicatorSpec) -> None:
+        await super().init_communicator(spec)
+        self._stores[spec.group_name] = socket.create_server(("", 0))
+
+    async def destroy_communicator(self, group_name: str) -> None:
+        await super().destroy_communicator(group_name)
+        self._stores.pop(group_name).close()
 
 
 # Versions ------------------------------------------------------------------------------------------------------------
