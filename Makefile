@@ -421,8 +421,8 @@ conformance-quantised: environment-vllm ## push weights to a vLLM that keeps the
 	@$(MAKE) --no-print-directory conformance BACKEND=vllm REPORT=build/vllm-fp8.json \
 		ARGS='--dtype bfloat16 --set "engine_kwargs={quantization: fp8_per_channel}" $(addprefix --case ,$(EQUALS))'
 
-conformance-fleet: $(READY) ## run the suite on a fleet of two transformers engines
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow" tests/fleet/test_conformance.py $(ARGS)
+conformance-fleet: environment-$(BACKEND) $(READY) ## run the suite on a fleet of two engines of BACKEND
+	@$(ENGINE_ENV) BACKEND=$(BACKEND) $(addprefix ENGINE_PYTHON=,$(ENGINE_PYTHON)) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow" tests/fleet/test_conformance.py $(ARGS)
 
 # What each engine answers to the same requests, each asked in its own environment.
 parity: environment-sglang environment-vllm $(READY) ## compare the answers of transformers, SGLang and vLLM
