@@ -15,6 +15,8 @@ READY := $(VENV)/.ready-$(shell (cat pyproject.toml; echo '$(TORCH)') | sha256su
 # The backend that `make conformance` runs, and the environment that holds it: transformers is in the project's own.
 BACKEND ?= transformers
 ISOLATION ?=
+# The backend of the `drivetrain host` that `make demo BACKEND=remote` starts.
+HOSTED ?= sglang
 # How many faults `make faults` draws; 0: a few, always the same.
 EXAMPLES ?= 0
 # How many calls `make fuzz` makes.
@@ -101,8 +103,18 @@ $(READY): | pyproject.toml
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check '$(TORCH)' -e '.[dev]'
 	@rm -f $(VENV)/.ready-* && touch $@
 
-demo: $(READY) ## train a small policy with GRPO against the embedded backend (two minutes)
-	@$(BIN)/drivetrain demo $(ARGS)
+# BACKEND=remote: the engine is that of a `drivetrain host`, which ends with the demo.
+demo: $(READY) environment-$(patsubst remote,$(HOSTED),$(BACKEND)) ## train a small policy with GRPO against BACKEND (two minutes); BACKEND=remote HOSTED=vllm: a host in vLLM's environment
+ifeq ($(BACKEND),remote)
+	@folder=$$(mktemp -d); policy=$$($(BIN)/python -c 'from drivetrain_demo.settings import tiny_policy; print(tiny_policy(0))'); \
+	export DRIVETRAIN_KEY=$$($(BIN)/python -c 'import secrets; print(secrets.token_hex())'); \
+	$(if $(filter transformers,$(HOSTED)),$(VENV),.venvs/$(HOSTED))/bin/drivetrain host --backend $(HOSTED) --model $$policy >$$folder/said & host=$$!; \
+	trap "kill $$host 2>/dev/null || true; wait; rm -r $$folder" EXIT; \
+	until grep -q '^endpoint: ' $$folder/said; do kill -0 $$host 2>/dev/null || { echo "the host has ended" >&2; exit 1; }; sleep 0.2; done; \
+	$(BIN)/drivetrain demo --backend remote --set endpoint=$$(sed -n 's/^endpoint: //p' $$folder/said) $(ARGS)
+else
+	@$(ENGINE_ENV) $(BIN)/drivetrain demo --backend $(BACKEND) $(addprefix --isolation process --set python=,$(ENGINE_PYTHON)) $(ARGS)
+endif
 
 # The trainer's environment holds nothing of drivetrain.
 serve-demo: environment-$(BACKEND) $(HTTP_TRAINER_READY) ## train by HTTP against `drivetrain serve` on BACKEND, from an environment without drivetrain
@@ -411,8 +423,8 @@ conformance-quantised: environment-vllm ## push weights to a vLLM that keeps the
 	@$(MAKE) --no-print-directory conformance BACKEND=vllm REPORT=build/vllm-fp8.json \
 		ARGS='--dtype bfloat16 --set "engine_kwargs={quantization: fp8_per_channel}" $(addprefix --case ,$(EQUALS))'
 
-conformance-fleet: $(READY) ## run the suite on a fleet of two transformers engines
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow" tests/fleet/test_conformance.py $(ARGS)
+conformance-fleet: environment-$(BACKEND) $(READY) ## run the suite on a fleet of two engines of BACKEND
+	@$(ENGINE_ENV) BACKEND=$(BACKEND) $(addprefix ENGINE_PYTHON=,$(ENGINE_PYTHON)) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow" tests/fleet/test_conformance.py $(ARGS)
 
 # What each engine answers to the same requests, each asked in its own environment.
 parity: environment-sglang environment-vllm $(READY) ## compare the answers of transformers, SGLang and vLLM

@@ -1,20 +1,31 @@
-"""The conformance suite through a fleet of two transformers engines."""
+"""The conformance suite through a fleet of two engines of BACKEND, which run on ENGINE_PYTHON; else of transformers."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 
 import pytest
 
 from drivetrain import InferenceEngine, create_engine
 from drivetrain_conformance.cases import all_cases
 from drivetrain_conformance.harness.case import Case
+from drivetrain_conformance.harness.fork_server import ForkServer
 from drivetrain_conformance.harness.run_profile import PROFILES
 from drivetrain_conformance.harness.runner import Runner
 from drivetrain_conformance.harness.suite import Suite
 from drivetrain_conformance.harness.verdict import Verdict
 from drivetrain_fleet import InferenceEngineClient
 
+BACKEND = os.environ.get("BACKEND", "transformers")
+FIELDS: Mapping[str, object] = (
+    {"isolation": "inline"}
+    if BACKEND == "transformers"
+    else {"isolation": "process", "python": os.path.abspath(os.environ["ENGINE_PYTHON"])}
+)
+pytestmark = [] if BACKEND == "transformers" else [pytest.mark.timeout(0)]
+"""On a busy machine the imports of an engine alone take minutes; each case has a deadline of its own."""
 ABOUT_ONE_ENGINE: Mapping[str, str] = {
     "generate/higher_priority_starts_sooner": "the second engine takes what is meant to wait for the first",
     "abort/what_waits_its_turn_can_be_aborted": "the second engine takes what is meant to wait for the first",
@@ -34,11 +45,19 @@ differs with the step at which a sample joins its engine's batch, and in a fleet
 
 
 class FleetSuite(Suite):
-    backend = "transformers"
+    backend = BACKEND
 
     def open_engine(self, fields: Mapping[str, object]) -> InferenceEngine:
-        config = {"backend": self.backend, "isolation": "inline", **fields}
+        config = {"backend": self.backend, **FIELDS, **fields}
         return InferenceEngineClient([create_engine(config), create_engine(config)], min_engines=2)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forked_hosts() -> Iterator[None]:
+    """Fork hosts from one process that has imported the engine, if they run elsewhere."""
+    python = FIELDS.get("python")
+    with nullcontext() if python is None else ForkServer(BACKEND, str(python)):
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -61,7 +61,7 @@ def test_hosts_of_a_forked_command_are_forked_as_well() -> None:
     with ForkServer("fake", program="command") as server:
         forked = server.start(command, os.environ, ())
         while not (line := forked.stdout.readline()).startswith(b"endpoint: "):
-            assert line, f"it ended with {forked.wait(60)}: {said}"
+            assert line, f"it ended with {forked.wait(60)}: {said!r}"
             said += line
         below = psutil.Process(forked.pid).children(recursive=True)
         assert len(below) == 2, f"below the command run {below}: expected its fork server and the host"

@@ -253,7 +253,8 @@ def main() -> int:
     from drivetrain.process.__main__ import main as host
 
     fd, backend, program = sys.argv[1:]
-    return serve_forks(int(fd), lambda: load_backend(backend).preload(), {"host": host, "command": _command}[program])
+    programs: dict[str, Callable[[list[str]], int]] = {"host": host, "command": _command}
+    return serve_forks(int(fd), lambda: load_backend(backend).preload(), programs[program])
 
 
 def _command(arguments: list[str]) -> int:
