@@ -7,7 +7,6 @@ import itertools
 import json
 import threading
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -307,20 +306,20 @@ async def test_a_push_that_reached_its_deadline_leaves_the_old_adapter_and_can_b
 ) -> None:
     async with open_engine(enable_lora=True, max_loras=1, timeouts={"control": 2}, isolation="inline") as engine:
         backend, next_one_came = engine.parts.backend, threading.Event()
-        load, looked = backend.load_lora_tensors, received_adapters._looked
+        load, looked = backend.load_lora_tensors, received_adapters._Received.looked
         calls = itertools.count()
 
         async def slow_load(lora_name: str, update: WeightUpdateRequest, pinned: bool) -> None:
             await load(lora_name, update, pinned)
             await asyncio.sleep(60)
 
-        def slow_look(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, int], dict[str, str]]:
+        def slow_look(received: received_adapters._Received) -> tuple[dict[str, int], dict[str, str]]:
             if next(calls) == 0:
                 next_one_came.wait(60)
             else:  # the first one goes on while the second is received
                 next_one_came.set()
                 time.sleep(0.5)
-            return looked(tensors)
+            return looked(received)
 
         first, late = tensors_of(adapters["a"]), tensors_of(adapters["b"])
         async with (
@@ -332,7 +331,7 @@ async def test_a_push_that_reached_its_deadline_leaves_the_old_adapter_and_can_b
                 if stuck == "once it is loaded":
                     patch.setattr(backend, "load_lora_tensors", slow_load)
                 else:
-                    patch.setattr(received_adapters, "_looked", slow_look)
+                    patch.setattr(received_adapters._Received, "looked", slow_look)
                 with pytest.raises(DeadlineExceeded):
                     await other.push(version="late")
                 assert engine.get_weight_version() == "first"

@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from typing import Final, NamedTuple, Self
 
@@ -84,6 +85,7 @@ class DeviceCopy:
         return (self.begin or 0) // _ROW_BYTES
 
 
+@cache
 def is_available() -> bool:
     """Return whether Triton, which the kernel needs, is installed. Nothing is imported."""
     return find_spec("triton") is not None
@@ -430,6 +432,7 @@ def _table(copies: Sequence[DeviceCopy], indices: np.ndarray, look: bool, kind: 
     return table
 
 
+@cache
 def _masks(dtype: torch.dtype) -> tuple[int, int]:
     """Return the exponent bits, and the bits above them, of all numbers in a word; 0 if every value is finite."""
     exponent = _EXPONENTS.get(dtype)
