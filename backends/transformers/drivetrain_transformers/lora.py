@@ -45,7 +45,7 @@ class _Slot:
     """peft's name for the adapter in the slot."""
     form: Hashable
     """Form of the adapters that fit."""
-    parameters: list[tuple[nn.Parameter, torch.Tensor]] = field(default_factory=list, compare=False)
+    parameters: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list, compare=False)
     """Each parameter, and an empty tensor of its device and dtype, in the order of :func:`_values`."""
 
 
@@ -270,7 +270,7 @@ def _values(adapter: LoraAdapter) -> Iterator[torch.Tensor | None]:
             yield own.bias
 
 
-def _parameters(layer: nn.Module, name: str, own: LoraModule) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+def _parameters(layer: nn.Module, name: str, own: LoraModule) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield the parameters of an adapter in a layer that peft wrapped, with empty tensors like the layer's weight."""
     empty = layer.get_parameter("base_layer.weight").data.new_empty(0)
     if own.is_embedding:

@@ -14,7 +14,7 @@ from drivetrain_weight_sync.copying.plan import bucket_offsets, check_geometry, 
 from drivetrain_weight_sync.receiver.lora_adapters import GivenAdapter
 from drivetrain_weight_sync.tensors.finite import non_finite
 from drivetrain_weight_sync.tensors.names import listed
-from drivetrain_weight_sync.transports.base import Patch, Reader, slot
+from drivetrain_weight_sync.transports.base import Patch, Reader, Slots
 from drivetrain_weight_sync.transports.process_groups import Groups
 from drivetrain_weight_sync.transports.readers import Readers
 
@@ -70,7 +70,8 @@ class _Received:
         if self._memory is None:
             self._memory = _memory(plan_nbytes(self._plan), given[0][1].device)
         bucket = self._plan.buckets[index]
-        own = {placed.spec.name: slot(self._memory, self._offsets[index], placed) for placed in bucket.tensors}
+        slots = Slots(self._memory)
+        own = {placed.spec.name: slots.view(self._offsets[index], placed) for placed in bucket.tensors}
         now: list[tuple[torch.Tensor, torch.Tensor]] = []
         for name, tensor in given:
             self.tensors[name] = destination = own[name]
@@ -99,7 +100,7 @@ class _Received:
 
 def _memory(nbytes: int, device: torch.device) -> torch.Tensor:
     """Return uint8 ``[nbytes]``, which on a CPU can be copied to a GPU at full speed if there is one in use."""
-    pinned = device.type == "cpu" and torch.cuda.is_initialized()
+    pinned = device.type == "cpu" and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
 
 
