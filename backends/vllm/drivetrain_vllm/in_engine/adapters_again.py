@@ -57,6 +57,8 @@ class _Form:
     """For each slot that it was loaded into: one copy or more for each tensor, in the order of ``sources``."""
     sources: dict[int, list[int]] = field(default_factory=dict)
     """For each of these copies, the index of its tensor."""
+    can_copy: bool = True
+    """False once a slot was found to hold something else than copies of the tensors."""
 
 
 class LoadsAgain:
@@ -134,8 +136,8 @@ class LoadsAgain:
                     layer.set_lora(slot, weights.lora_a, weights.lora_b)
                 else:
                     layer.reset_lora(slot)
-            if form is not None and slot not in form.copies:
-                self._trace(form, slot, model, layers)
+            if form is not None and form.can_copy and slot not in form.copies:
+                form.can_copy = self._trace(form, slot, model, layers)
         self._in_slot[slot] = form
 
     def _note_form(self, model: Any, held: HeldAdapter, factors: Mapping[str, float]) -> None:
@@ -168,8 +170,8 @@ class LoadsAgain:
         torch._foreach_copy_([copy.destination for copy in copies], parts)
 
     @staticmethod
-    def _trace(form: _Form, slot: int, model: Any, layers: Mapping[str, Any]) -> None:
-        """Note the copies by which vLLM filled a slot, if they explain what it holds."""
+    def _trace(form: _Form, slot: int, model: Any, layers: Mapping[str, Any]) -> bool:
+        """Note the copies by which vLLM filled a slot; return False if they do not explain what it holds."""
         weights = list(_weights(model))
         tensors = _tensors(weights)
 
@@ -181,13 +183,14 @@ class LoadsAgain:
         try:
             trace = trace_loader(load, [spec_of(str(index), tensor) for index, tensor in enumerate(tensors)])
         except WeightSyncError:
-            return
+            return False
         found = [(copy, int(name)) for name, copies in trace.copies.items() for copy in copies]
         if trace.computed or not all(
             torch.equal(as_bits(copy.destination), as_bits(copy.part_of(tensors[index]))) for copy, index in found
         ):
-            return
+            return False
         form.copies[slot], form.sources[slot] = [copy for copy, _ in found], [index for _, index in found]
+        return True
 
 
 class _AllLayers:
