@@ -6,8 +6,8 @@
 The adapter changes the four matrices of each layer's attention, in bfloat16: 624 tensors of 170 MB unless told
 otherwise. The engine serves in its host process and is idle. Strategies take turns, so that a busy machine slows all;
 ``--strategies`` leaves out others. Figures are medians over the pushes after the first; the first one, which also makes
-the arena, is given by itself. With ``--device cuda`` the adapter is on the engine's GPU. ``--fields`` are more fields of
-the engine's configuration. With ``--lock``, of the runs that share a machine only one measures at a time.
+the arena, is given by itself. With ``--device cuda`` the adapter is on the engine's GPU. ``--fields`` are more fields
+of the engine's configuration. With ``--lock``, of the runs that share a machine only one measures at a time.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def load_held(manager: Any, adapters: Mapping[str, HeldAdapter]) -> None:
 class _Staying(torch.Tensor):
     """A tensor on a GPU that SGLang does not copy to the CPU: it would wait for each tensor by itself."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def cpu(self, *_: object, **__: object) -> torch.Tensor:
         """Return the tensor itself."""
