@@ -35,7 +35,7 @@ CONFIG = LoraTensors(lora_name="policy", config={"peft_type": "LORA", "r": 8})
 copied: list[str | None] = []
 
 
-def reaches(_: torch.Tensor) -> bool:
+def reaches(tensor: torch.Tensor) -> bool:
     return True
 
 
@@ -124,7 +124,7 @@ def digest_converted() -> None:
 
 if __name__ == "__main__":
     received_adapters.reaches = update.reaches = reaches  # type: ignore[attr-defined]
-    received_adapters.DeviceCopy = noted_copy  # type: ignore[attr-defined, misc, assignment]
+    received_adapters.DeviceCopy = noted_copy  # type: ignore[attr-defined, assignment]
     receive_adapters()
     digest_converted()
     print("all equal")
