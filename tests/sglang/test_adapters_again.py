@@ -39,9 +39,10 @@ class Adapter(nn.Module):
         Adapter.loads += 1
         for name, tensor in tensors.items():
             number, _, own = name.partition(".")
-            (self.layers[int(number)].weights if number.isdigit() else self.embedding_layers)[own or name] = (
-                tensor.cpu()
-            )
+            if number.isdigit():
+                held(self)[int(number)][own] = tensor.cpu()
+            else:
+                self.embedding_layers[name] = tensor.cpu()
         for weights in held(self)[:LAYERS]:
             for part in ("lora_A", "lora_B"):
                 if f"q.{part}" in weights:
