@@ -59,7 +59,7 @@ class _Received:
         self._offsets = bucket_offsets(plan)
         self._memory: torch.Tensor | None = None
         self._looks: list[DeviceCopy] = []
-        """What is left to be digested by the copy kernel, which also makes the copies that are not made yet."""
+        """Tensors for the copy kernel to digest, with the copies that are not made yet."""
         self.tensors: dict[str, torch.Tensor] = {}
 
     def take(self, index: int, tensors: Iterable[tuple[str, torch.Tensor | Patch]], *, hold: bool) -> None:
