@@ -1,3 +1,4 @@
+# pyright: reportPrivateImportUsage=false
 """Receive LoRA adapters whose tensors come through a transport of weights."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# pyright: reportPrivateImportUsage=false
 """Load another adapter of a form that vLLM has loaded before, without its work for each tensor.
 
 A trainer pushes the same adapter again and again, with other values. VLLM parses each tensor's name, and makes several
