@@ -1,13 +1,13 @@
 """How long a push of a LoRA adapter takes, by strategy, beside one plain copy of the same bytes in the same run.
 
     python benchmarks/lora_sync.py [BACKEND] [--layers 78] [--width 1024] [--rank 133] [--pushes 9] [--device cuda]
-        [--fields JSON] [--lock FILE] [--json]
+        [--strategies NAME ...] [--fields JSON] [--lock FILE] [--json]
 
 The adapter changes the four matrices of each layer's attention, in bfloat16: 624 tensors of 170 MB unless told
-otherwise. The engine serves in its host process and is idle. Strategies take turns, so that a busy machine slows all.
-Figures are medians over the pushes after the first; the first one, which also makes the arena, is given by itself.
-With ``--device cuda`` the adapter is on the engine's GPU. ``--fields`` are more fields of the engine's configuration.
-With ``--lock``, of the runs that share a machine only one measures at a time.
+otherwise. The engine serves in its host process and is idle. Strategies take turns, so that a busy machine slows all;
+``--strategies`` leaves out others. Figures are medians over the pushes after the first; the first one, which also makes
+the arena, is given by itself. With ``--device cuda`` the adapter is on the engine's GPU. ``--fields`` are more fields
+of the engine's configuration. With ``--lock``, of the runs that share a machine only one measures at a time.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import platform
 import statistics
@@ -103,7 +104,7 @@ async def measure(arguments: argparse.Namespace) -> tuple[float, list[Row], int,
     """Return seconds of a plain copy, a row by strategy, and the adapter's number of tensors and bytes."""
     model = model_of(arguments.layers, arguments.width)
     adapter = adapter_of(arguments.layers, arguments.width, arguments.rank, arguments.device)
-    strategies = STRATEGIES[arguments.device]
+    strategies: list[str] = arguments.strategies or list(STRATEGIES[arguments.device])
     sources = list(adapter.tensors.values())
     destinations = [torch.empty_like(tensor) for tensor in sources]
     results: dict[str, list[LoraSyncResult]] = {strategy: [] for strategy in strategies}
@@ -127,7 +128,7 @@ async def measure(arguments: argparse.Namespace) -> tuple[float, list[Row], int,
                 copies.append(copied_seconds(sources, destinations))
                 results[strategy].append(await sync.push(version=f"{strategy}-{index}"))
     copy = statistics.median(copies[len(strategies) :])
-    folder = median(results["disk"], "total_seconds")
+    folder = median(results["disk"], "total_seconds") if "disk" in results else math.nan
     rows = [
         Row(
             strategy=strategy,
@@ -157,6 +158,7 @@ def main() -> None:
     parser.add_argument("--memory", type=float, help="gpu_memory_utilization of the engine")
     parser.add_argument("--pushes", type=int, default=9)
     parser.add_argument("--device", choices=sorted(STRATEGIES), default="cpu")
+    parser.add_argument("--strategies", nargs="+", metavar="NAME")
     parser.add_argument("--fields", type=json.loads, default={}, metavar="JSON")
     parser.add_argument("--lock", metavar="FILE")
     parser.add_argument("--json", action="store_true")

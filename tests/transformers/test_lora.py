@@ -7,7 +7,7 @@ import itertools
 import json
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,6 @@ from drivetrain_conformance.assets.made_adapters import make_adapter
 from drivetrain_transformers import TransformersBackend
 from drivetrain_transformers.lora import adaptable_shapes
 from drivetrain_weight_sync import AdapterTensors, LoraSync, WeightSync
-from drivetrain_weight_sync.copying.digest import digests
 from drivetrain_weight_sync.receiver import received_adapters
 from engines import OpenEngine, until_running
 
@@ -325,20 +324,20 @@ async def test_a_push_that_reached_its_deadline_leaves_the_old_adapter_and_can_b
 ) -> None:
     async with open_engine(enable_lora=True, max_loras=1, timeouts={"control": 2}, isolation="inline") as engine:
         backend, next_one_came = engine.parts.backend, threading.Event()
-        load = backend.load_lora_tensors
+        load, looked = backend.load_lora_tensors, received_adapters.ReceivedAdapter.looked
         calls = itertools.count()
 
         async def slow_load(lora_name: str, update: WeightUpdateRequest, pinned: bool) -> None:
             await load(lora_name, update, pinned)
             await asyncio.sleep(60)
 
-        def slow_digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+        def slow_look(received: received_adapters.ReceivedAdapter) -> tuple[dict[str, int], dict[str, str]]:
             if next(calls) == 0:
                 next_one_came.wait(60)
             else:  # the first one goes on while the second is received
                 next_one_came.set()
                 time.sleep(0.5)
-            return digests(tensors)
+            return looked(received)
 
         first, late = tensors_of(adapters["a"]), tensors_of(adapters["b"])
         async with (
@@ -350,7 +349,7 @@ async def test_a_push_that_reached_its_deadline_leaves_the_old_adapter_and_can_b
                 if stuck == "once it is loaded":
                     patch.setattr(backend, "load_lora_tensors", slow_load)
                 else:
-                    patch.setattr(received_adapters, "digests", slow_digests)
+                    patch.setattr(received_adapters.ReceivedAdapter, "looked", slow_look)
                 with pytest.raises(DeadlineExceeded):
                     await other.push(version="late")
                 assert engine.get_weight_version() == "first"

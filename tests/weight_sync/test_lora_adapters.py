@@ -7,6 +7,7 @@ import os
 import resource
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,7 +22,13 @@ from drivetrain.errors import EngineInternalError
 from drivetrain.testing import tiny_model
 from drivetrain_weight_sync import LoraSync
 from drivetrain_weight_sync.receiver.adaptable_layers import shapes_in_language_model
-from drivetrain_weight_sync.receiver.lora_adapters import LoraAdapter, read_adapter
+from drivetrain_weight_sync.receiver.lora_adapters import (
+    AdapterChecks,
+    LoraAdapter,
+    adapter_in,
+    check_adapter,
+    read_adapter,
+)
 from drivetrain_weight_sync.receiver.plain_adapters import PlainAdapters
 
 SHAPES = {
@@ -279,3 +286,38 @@ def test_an_adapter_of_vision_layers_is_refused(tmp_path: Path, targets: str | l
         PlainAdapters(8).folder_for(
             "a", str(tmp_path), *shapes_in_language_model(EngineConfig(backend="any", model=model))
         )
+
+
+def test_an_adapter_of_a_form_that_passed_is_checked_again_if_anything_differs(tmp_path: Path) -> None:
+    checks = AdapterChecks()
+    first = adapter_in(written(tmp_path, modules=("q_proj", "up")))
+    assert added(checks.check(first, 4, SHAPES)).keys() == added(read_adapter(str(tmp_path), 4, SHAPES)).keys()
+    second = replace(first, tensors={name: tensor + 1 for name, tensor in first.tensors.items()})
+    again = checks.check(second, 4, SHAPES)
+    assert again.given is second
+    wanted = check_adapter(second, 4, SHAPES)
+    assert (again.rank, again.scale, again.unusual) == (wanted.rank, wanted.scale, wanted.unusual)
+    assert all(torch.equal(tensor, added(wanted)[name]) for name, tensor in added(again).items())
+    name = next(iter(first.tensors))
+    refused = [
+        (replace(second, non_finite={name: "NaN"}), 4, SHAPES),
+        (replace(second, tensors={**second.tensors, name: torch.zeros(3, 6)}), 4, SHAPES),
+        (replace(second, tensors={key: one for key, one in second.tensors.items() if key != name}), 4, SHAPES),
+        (replace(second, config={**first.config, "bias": "all"}), 4, SHAPES),
+        (second, 1, SHAPES),
+        (second, 4, {**SHAPES, "model.layers.0.attn.q_proj.weight": (8, 7)}),
+    ]
+    for given, largest, shapes in refused:
+        with pytest.raises(InvalidRequest):
+            checks.check(given, largest, shapes)
+    assert checks.check(second, 4, SHAPES).rank == 2
+
+
+def test_a_base_weight_beside_an_adapter_is_compared_at_each_push(tmp_path: Path) -> None:
+    def add_embedding(_: object, tensors: dict[str, torch.Tensor]) -> None:
+        tensors["base_model.model.model.embed.weight"] = torch.ones(20, 6)
+
+    checks, given = AdapterChecks(), adapter_in(written(tmp_path, add_embedding))
+    checks.check(given, 4, SHAPES, base=lambda _: torch.ones(20, 6))
+    with pytest.raises(InvalidRequest, match="a weight of the model beside the adapter"):
+        checks.check(given, 4, SHAPES, base=lambda _: torch.zeros(20, 6))

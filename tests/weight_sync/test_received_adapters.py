@@ -30,9 +30,9 @@ from drivetrain.errors import WeightPlanMismatch
 from drivetrain.testing import tiny_model
 from drivetrain.types.weights import Bucket, PlacedTensor
 from drivetrain_weight_sync import AdapterTensors, LoraSync, digests, make_plan
-from drivetrain_weight_sync.receiver.lora_adapters import GivenAdapter
+from drivetrain_weight_sync.receiver.lora_adapters import AdapterChecks, GivenAdapter
 from drivetrain_weight_sync.receiver.plain_adapters import PlainAdapters, plain_tensors
-from drivetrain_weight_sync.receiver.received_adapters import receiving
+from drivetrain_weight_sync.receiver.received_adapters import receive_adapter
 from drivetrain_weight_sync.tensors.dtypes import spec_of
 from drivetrain_weight_sync.trainer.pushed_adapter import PeftAdapter
 from drivetrain_weight_sync.transports.base import Sender
@@ -70,20 +70,19 @@ def mapped_arenas() -> int:
 def test_an_adapter_arrives_as_it_was_sent_and_nothing_stays_mapped(kind: type[Sender]) -> None:
     with sent(kind()) as request:
         before = mapped_arenas()
-        with receiving(request, Groups()) as given:
-            assert given.config == ADAPTER.config
-            assert given.tensors.keys() == TENSORS.keys()
-            assert all(torch.equal(given.tensors[name], tensor) for name, tensor in TENSORS.items())
-            assert not given.non_finite
-            del given
+        given = receive_adapter(request, Groups())
+        assert given.config == ADAPTER.config
+        assert given.tensors.keys() == TENSORS.keys()
+        assert all(torch.equal(given.tensors[name], tensor) for name, tensor in TENSORS.items())
+        assert not given.non_finite
         assert mapped_arenas() == before
 
 
 def test_values_that_are_not_finite_are_found_on_arrival() -> None:
     name = next(iter(TENSORS))
     tensors = {**TENSORS, name: torch.full((2, 6), torch.inf)}
-    with sent(SharedMemorySender(), tensors) as request, receiving(request, Groups()) as given:
-        assert given.non_finite == {name: "infinite"}
+    with sent(SharedMemorySender(), tensors) as request:
+        assert receive_adapter(request, Groups()).non_finite == {name: "infinite"}
 
 
 def test_a_tensor_that_changed_on_the_way_is_named() -> None:
@@ -91,12 +90,11 @@ def test_a_tensor_that_changed_on_the_way_is_named() -> None:
     with sent(SharedMemorySender()) as request:
         other = request.model_copy(update={"digests": {**(request.digests or {}), second: 1}})
         with pytest.raises(WeightVerifyFailed, match="1 of 2 tensors of the adapter") as caught:
-            with receiving(other, Groups()):
-                pass
+            receive_adapter(other, Groups())
         assert caught.value.tensors == (second,)
         few = request.model_copy(update={"digests": {first: 1}})
-        with pytest.raises(InvalidRequest, match="one digest per tensor"), receiving(few, Groups()):
-            pass
+        with pytest.raises(InvalidRequest, match="one digest per tensor"):
+            receive_adapter(few, Groups())
 
 
 def test_a_source_that_does_not_exist_or_does_not_fit_is_refused() -> None:
@@ -104,14 +102,13 @@ def test_a_source_that_does_not_exist_or_does_not_fit_is_refused() -> None:
         source = request.source
         assert isinstance(source, SharedMemorySource)
         gone = request.model_copy(update={"source": source.model_copy(update={"path": "/proc/self/fd/9999"})})
-        with pytest.raises(InvalidRequest, match="cannot be opened"), receiving(gone, Groups()):
-            pass
+        with pytest.raises(InvalidRequest, match="cannot be opened"):
+            receive_adapter(gone, Groups())
         assert request.plan is not None
         placed = [one for bucket in request.plan.buckets for one in bucket.tensors]
         odd = WeightPlan((Bucket(tuple(PlacedTensor(one.spec, 8, one.nbytes) for one in placed), 4096),))
         with pytest.raises(WeightPlanMismatch, match="byte 8"):
-            with receiving(request.model_copy(update={"plan": odd}), Groups()):
-                pass
+            receive_adapter(request.model_copy(update={"plan": odd}), Groups())
 
 
 def test_an_adapters_tensors_come_from_memory_and_all_at_once() -> None:
@@ -159,7 +156,7 @@ def test_an_engine_gets_the_same_adapter_from_tensors_as_from_a_folder(
     plain, adapter = PlainAdapters(8, fused), PeftAdapter(policy, "default")
     folder = Path(plain.folder_for("a", str(tmp_path), shapes))
     given = GivenAdapter("the adapter 'a'", "lora", adapter.config, adapter.tensors, {})
-    fields, tensors = plain_tensors(given, 8, fused, [shapes])
+    fields, tensors = plain_tensors(given, 8, fused, [shapes], AdapterChecks())
     written = load_file(folder / "adapter_model.safetensors")
     assert tensors.keys() == written.keys()
     assert all(torch.equal(tensors[name], tensor) for name, tensor in written.items())

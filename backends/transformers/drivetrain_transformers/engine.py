@@ -403,27 +403,11 @@ class TransformersBackend(Backend):
 
     async def load_lora_tensors(self, lora_name: str, update: WeightUpdateRequest, pinned: bool) -> None:
         """Receive an adapter in a separate thread, and load it between two steps of the batch."""
-        from drivetrain_weight_sync.receiver.received_adapters import receiving
+        from drivetrain_weight_sync.receiver.received_adapters import receive_adapter
 
-        adapters, runner, groups = self._adapters, self.runner, self._received.groups
-        loop, is_wanted = asyncio.get_running_loop(), True
-
-        def receive() -> None:
-            with receiving(update, groups) as given:
-                adapter = adapters.check(given)
-
-                def load() -> None:
-                    if is_wanted:
-                        adapters.load(lora_name, adapter)
-
-                # Waiting here keeps the tensors until they were copied, even if the caller has given up.
-                asyncio.run_coroutine_threadsafe(runner.call(load), loop).result()
-
-        try:
-            await asyncio.to_thread(receive)
-        except asyncio.CancelledError:
-            is_wanted = False  # the thread may still be receiving, and another push may come before it is done
-            raise
+        adapters, groups = self._adapters, self._received.groups
+        adapter = await asyncio.to_thread(lambda: adapters.check(receive_adapter(update, groups)))
+        await self.runner.call(lambda: adapters.load(lora_name, adapter))
 
     async def unload_lora_adapter(self, lora_name: str) -> None:
         """Unload an adapter."""

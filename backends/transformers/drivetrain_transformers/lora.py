@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import torch
@@ -16,10 +16,10 @@ from transformers.pytorch_utils import Conv1D
 from drivetrain.errors import InvalidRequest
 from drivetrain_transformers.adapter_names import AdapterNames
 from drivetrain_weight_sync.receiver.lora_adapters import (
+    AdapterChecks,
     GivenAdapter,
     LoraAdapter,
     LoraModule,
-    check_adapter,
     named_alike,
 )
 
@@ -45,6 +45,8 @@ class _Slot:
     """peft's name for the adapter in the slot."""
     form: Hashable
     """Form of the adapters that fit."""
+    parameters: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list, compare=False)
+    """Each parameter, and an empty tensor of its device and dtype, in the order of :func:`_values`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,7 @@ class Adapters:
         self._wrapped: dict[str, nn.Module] = {}
         """The layers that peft has wrapped, by name; looking for them takes milliseconds."""
         self._names = AdapterNames.of(module, adaptable_shapes(module))
+        self._checks = AdapterChecks()
 
     def check(self, given: GivenAdapter) -> LoraAdapter:
         """Check an adapter. Safe from any thread while the weights do not change.
@@ -85,7 +88,7 @@ class Adapters:
         """
         shapes = named_alike(given.tensors, self._names.namings)
         return self._names.renamed(
-            check_adapter(given, self._largest_rank, shapes, honours=_HONOURED, base=self._weight)
+            self._checks.check(given, self._largest_rank, shapes, honours=_HONOURED, base=self._weight)
         )
 
     def load(self, name: str, adapter: LoraAdapter) -> None:
@@ -103,8 +106,9 @@ class Adapters:
                 self._free.remove(slot)
             else:
                 self._inject(adapter, slot)
-            for module, own in adapter.modules.items():
-                _fill(self._wrapped[module], slot.name, own)
+                for module, own in adapter.modules.items():
+                    slot.parameters.extend(_parameters(self._wrapped[module], slot.name, own))
+            _fill(slot, adapter)
         except BaseException as error:
             self._remove(slot.name)
             self._unwrap(set(self._wrapped) - wrapped)
@@ -153,9 +157,8 @@ class Adapters:
             loaded = ", ".join(self._loaded) or "none"
             raise InvalidRequest(f"lora_name={name!r} is not loaded; loaded: {loaded}", field="lora_name")
         slot = self._loaded.pop(name).slot
-        for layer in self._wrapped.values():
-            for parameter in _parameters(layer, slot.name):
-                parameter.data = parameter.data.new_empty(0)
+        for parameter, empty in slot.parameters:
+            parameter.data = empty
         self._free.append(slot)
 
     def identity(self, name: str | None) -> int:
@@ -245,35 +248,40 @@ def _form(adapter: LoraAdapter) -> Hashable:
     )
 
 
-@torch.no_grad()
-def _fill(layer: nn.Module, name: str, own: LoraModule) -> None:
-    """Copy an adapter's tensors into the layer that peft wrapped."""
-    weight = layer.get_parameter("base_layer.weight")
+def _fill(slot: _Slot, adapter: LoraAdapter) -> None:
+    """Give an adapter's tensors to the parameters of its slot; tensors that are not the engine's own are copied."""
+    copies = not adapter.given.is_own
+    for (parameter, empty), value in zip(slot.parameters, _values(adapter), strict=True):
+        if value is None:
+            parameter.data = torch.zeros(parameter.shape, dtype=empty.dtype, device=empty.device)
+        elif copies or value.dtype != empty.dtype or value.device != empty.device:
+            parameter.data = value.to(empty.device, empty.dtype, copy=copies, memory_format=torch.contiguous_format)
+        else:
+            parameter.data = value
 
-    def filled(tensor: torch.Tensor) -> nn.Parameter:
-        copied = tensor.to(weight.device, weight.dtype, copy=True, memory_format=torch.contiguous_format)
-        return nn.Parameter(copied, requires_grad=False)
 
+def _values(adapter: LoraAdapter) -> Iterator[torch.Tensor | None]:
+    """Yield A, B and, if the adapter has biases, the bias of each layer; None: zeros."""
+    has_bias = adapter.has_bias
+    for own in adapter.modules.values():
+        yield own.a
+        yield own.b
+        if has_bias and not own.is_embedding:
+            yield own.bias
+
+
+def _parameters(layer: nn.Module, name: str, own: LoraModule) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the parameters of an adapter in a layer that peft wrapped, with empty tensors like the layer's weight."""
+    empty = layer.get_parameter("base_layer.weight").data.new_empty(0)
     if own.is_embedding:
-        _dict_of(layer, "lora_embedding_A", nn.ParameterDict)[name] = filled(own.a)
-        _dict_of(layer, "lora_embedding_B", nn.ParameterDict)[name] = filled(own.b)
+        yield _dict_of(layer, "lora_embedding_A", nn.ParameterDict)[name], empty
+        yield _dict_of(layer, "lora_embedding_B", nn.ParameterDict)[name], empty
         return
-    a, b = _part(layer, "lora_A", name), _part(layer, "lora_B", name)
-    a.weight, b.weight = filled(own.a), filled(own.b)
+    b = _part(layer, "lora_B", name)
+    yield _part(layer, "lora_A", name).weight, empty
+    yield b.weight, empty
     if b.bias is not None:
-        b.bias = filled(torch.zeros(len(own.b)) if own.bias is None else own.bias)
-
-
-def _parameters(layer: nn.Module, name: str) -> Iterator[nn.Parameter]:
-    """Yield the parameters of an adapter in a layer that peft wrapped."""
-    for part in ("lora_A", "lora_B"):
-        modules = _dict_of(layer, part, nn.ModuleDict)
-        if name in modules:
-            yield from modules[name].parameters()
-    for part in ("lora_embedding_A", "lora_embedding_B"):
-        parameters = _dict_of(layer, part, nn.ParameterDict)
-        if name in parameters:
-            yield parameters[name]
+        yield b.bias, empty
 
 
 def _dict_of(layer: nn.Module, part: str, kind: type[_D]) -> _D:

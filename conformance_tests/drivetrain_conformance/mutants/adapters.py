@@ -574,7 +574,7 @@ async def _resent(update: WeightUpdateRequest, change: Change) -> AsyncGenerator
     """Yield an update in process that brings a changed copy of the adapter that ``update`` brings."""
     from drivetrain_weight_sync.copying.digest import digests
     from drivetrain_weight_sync.copying.plan import make_plan
-    from drivetrain_weight_sync.receiver.received_adapters import receiving
+    from drivetrain_weight_sync.receiver.received_adapters import receive_adapter
     from drivetrain_weight_sync.tensors.dtypes import spec_of
     from drivetrain_weight_sync.transports.in_process import InProcessSender
     from drivetrain_weight_sync.transports.process_groups import Groups
@@ -582,8 +582,7 @@ async def _resent(update: WeightUpdateRequest, change: Change) -> AsyncGenerator
     if update.lora is None or update.source.kind == "broadcast":
         yield update
         return
-    with receiving(update, Groups()) as given:
-        config, tensors = dict(update.lora.config), {name: tensor.clone() for name, tensor in given.tensors.items()}
+    config, tensors = dict(update.lora.config), dict(receive_adapter(update, Groups()).tensors)
     change(cast("dict[str, object]", config), tensors)
     plan, sender = make_plan(spec_of(name, tensor) for name, tensor in tensors.items()), InProcessSender()
     sender.begin(plan)

@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from typing import Final, NamedTuple, Self
 
@@ -84,6 +85,7 @@ class DeviceCopy:
         return (self.begin or 0) // _ROW_BYTES
 
 
+@cache
 def is_available() -> bool:
     """Return whether Triton, which the kernel needs, is installed. Nothing is imported."""
     return find_spec("triton") is not None
@@ -96,16 +98,28 @@ def reaches(tensor: torch.Tensor) -> bool:
 
 def fits(copy: DeviceCopy) -> bool:
     """Return whether the kernel can make this copy: contiguous tensors of whole 64-bit words, on one device."""
-    tensors = [copy.source] if copy.destination is None else [copy.source, copy.destination]
+    source, destination = copy.source, copy.destination
+    nbytes = source.nbytes
     return (
-        len({(tensor.dtype, tensor.device) for tensor in tensors}) == 1
-        and all(tensor.is_contiguous() and tensor.data_ptr() % _WORD == 0 for tensor in tensors)
-        and copy.source.nbytes % _WORD == 0
+        nbytes > 0
+        and nbytes % _WORD == 0
+        and _is_of_words(source)
         and (copy.begin or 0) % _WORD == 0
-        and copy.source.nbytes > 0
-        and (copy.destination is None or copy.destination.nbytes == _copied_nbytes(copy))
-        and (copy.window is None or copy.source.nbytes < _LARGEST_WITH_WINDOW)
+        and (copy.window is None or nbytes < _LARGEST_WITH_WINDOW)
+        and (
+            destination is None
+            or (
+                destination.dtype == source.dtype
+                and destination.device == source.device
+                and destination.nbytes == _copied_nbytes(copy)
+                and _is_of_words(destination)
+            )
+        )
     )
+
+
+def _is_of_words(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() and tensor.data_ptr() % _WORD == 0
 
 
 def _copied_nbytes(copy: DeviceCopy) -> int:
@@ -182,12 +196,12 @@ class _Kind(NamedTuple):
 
     @classmethod
     def of(cls, copy: DeviceCopy) -> Self:
-        places = (copy.source.data_ptr(), _address(copy.destination), copy.source.nbytes, copy.begin or 0)
+        places = copy.source.data_ptr() | _address(copy.destination) | copy.source.nbytes | (copy.begin or 0)
         return cls(
-            stores=copy.destination is not None,
-            windows=copy.window is not None,
-            shifted=copy.begin is not None,
-            pairs=not any(place % (2 * _WORD) for place in places),
+            copy.destination is not None,
+            copy.window is not None,
+            copy.begin is not None,
+            places % (2 * _WORD) == 0,
         )
 
 
@@ -430,6 +444,7 @@ def _table(copies: Sequence[DeviceCopy], indices: np.ndarray, look: bool, kind: 
     return table
 
 
+@cache
 def _masks(dtype: torch.dtype) -> tuple[int, int]:
     """Return the exponent bits, and the bits above them, of all numbers in a word; 0 if every value is finite."""
     exponent = _EXPONENTS.get(dtype)

@@ -21,6 +21,7 @@ import threading
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import Final
 
 import numpy as np
@@ -108,8 +109,12 @@ def _groups(names: Sequence[str], tensors: Mapping[str, torch.Tensor]) -> Iterat
 
 def finished(weighted_sum: int, tensor: torch.Tensor) -> int:
     """Return the digest of a tensor whose Σ c·row is ``weighted_sum``."""
-    dtype = zlib.crc32(dtype_name(tensor.dtype).encode())
-    return _signed(weighted_sum + tensor.nbytes * _LENGTH_FACTOR + dtype * _DTYPE_FACTOR)
+    return _signed(weighted_sum + tensor.nbytes * _LENGTH_FACTOR + _of_dtype(tensor.dtype))
+
+
+@cache
+def _of_dtype(dtype: torch.dtype) -> int:
+    return zlib.crc32(dtype_name(dtype).encode()) * _DTYPE_FACTOR
 
 
 @torch.no_grad()

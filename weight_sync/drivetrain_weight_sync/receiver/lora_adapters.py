@@ -10,7 +10,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Final
 
@@ -84,6 +84,8 @@ class GivenAdapter:
     tensors: Mapping[str, torch.Tensor]
     non_finite: Mapping[str, str]
     """Tensors with values that are not finite: ``"NaN"`` or ``"infinite"``, by name."""
+    is_own: bool = False
+    """True if nobody else uses the tensors' memory, so that an engine need not copy them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +185,74 @@ def check_adapter(
     scales = Counter(module.scale for module in modules.values() if module.scale).most_common(1)
     scale = scales[0][0] if scales else 0.0
     return LoraAdapter(given, modules, rank, scale, _unusual(config, modules, given.tensors))
+
+
+@dataclass(frozen=True, slots=True)
+class _Checked:
+    """Arguments of a check that passed, and its result without the tensors."""
+
+    key: tuple[object, ...]
+    config: Mapping[str, object]
+    shapes: Mapping[str, tuple[int, ...]]
+    forms: Mapping[str, torch.Size]
+    """Shapes of the adapter's tensors."""
+    layers: Mapping[str, tuple[str, str, str | None]]
+    """Names of each layer's tensors: A, B, and the bias."""
+    adapter: LoraAdapter
+
+
+class AdapterChecks:
+    """Does :func:`check_adapter`, and remembers the last adapter that passed: a trainer pushes the same form each time.
+
+    Safe from any thread.
+    """
+
+    def __init__(self) -> None:
+        self._last: _Checked | None = None
+
+    def check(
+        self,
+        given: GivenAdapter,
+        largest_rank: int | None,
+        shapes: Mapping[str, tuple[int, ...]],
+        *,
+        honours: Collection[str] = (),
+        base: Callable[[str], torch.Tensor] | None = None,
+    ) -> LoraAdapter:
+        """Return an adapter by module; arguments and errors are those of :func:`check_adapter`."""
+        key, last = (largest_rank, frozenset(honours)), self._last
+        forms = {name: tensor.shape for name, tensor in given.tensors.items()}
+        if (
+            last is not None
+            and not given.non_finite
+            and (last.key, last.config, last.forms, last.shapes) == (key, given.config, forms, shapes)
+        ):
+            return _refilled(last, given)
+        adapter = check_adapter(given, largest_rank, shapes, honours=honours, base=base)
+        names = {id(tensor): name for name, tensor in given.tensors.items()}
+        layers = {
+            layer: (names[id(own.a)], names[id(own.b)], None if own.bias is None else names[id(own.bias)])
+            for layer, own in adapter.modules.items()
+        }
+        # A copy of a base weight beside the adapter is compared with the engine's at each push.
+        if len(names) == sum(len(layer) - layer.count(None) for layer in layers.values()):
+            without = replace(adapter, given=replace(given, tensors={}), modules=_without_tensors(adapter.modules))
+            self._last = _Checked(key, dict(given.config), shapes, forms, layers, without)
+        return adapter
+
+
+def _refilled(checked: _Checked, given: GivenAdapter) -> LoraAdapter:
+    tensors = given.tensors
+    modules = {
+        name: LoraModule(tensors[a], tensors[b], None if bias is None else tensors[bias], of.scale, of.is_embedding)
+        for (name, (a, b, bias)), of in zip(checked.layers.items(), checked.adapter.modules.values(), strict=True)
+    }
+    return replace(checked.adapter, given=given, modules=modules)
+
+
+def _without_tensors(modules: Mapping[str, LoraModule]) -> dict[str, LoraModule]:
+    nothing = torch.empty(0)
+    return {name: replace(module, a=nothing, b=nothing, bias=None) for name, module in modules.items()}
 
 
 def named_alike(

@@ -13,11 +13,11 @@ from safetensors.torch import save_file
 
 from drivetrain.errors import EngineInternalError, InvalidRequest, WeightSyncError
 from drivetrain_weight_sync.receiver.lora_adapters import (
+    AdapterChecks,
     GivenAdapter,
     LoraAdapter,
     LoraModule,
     adapter_in,
-    check_adapter,
     named_alike,
 )
 from drivetrain_weight_sync.transports.push_folder import PushFolder
@@ -58,7 +58,7 @@ class PlainAdapters:
             InvalidRequest: the folder holds no adapter that the engine can serve.
             EngineInternalError: the folder for the engine cannot be written; the one written before is kept.
         """
-        adapter, zeros = _checked(adapter_in(path), self.largest_rank, self.adapted_with, namings)
+        adapter, zeros = _checked(adapter_in(path), self.largest_rank, self.adapted_with, namings, AdapterChecks())
         if not zeros and not adapter.unusual:
             return path
         if not self._writes:
@@ -90,15 +90,16 @@ def plain_tensors(
     largest_rank: int,
     adapted_with: Mapping[str, Sequence[str]],
     namings: Sequence[Mapping[str, tuple[int, ...]]],
+    checks: AdapterChecks,
 ) -> tuple[dict[str, object], dict[str, torch.Tensor]]:
     """Check an adapter, and return the configuration and tensors from which the engine is to load it.
 
-    Tensors may be the given ones. Arguments are those of :class:`PlainAdapters` and its ``folder_for``.
+    Tensors may be the given ones. Other arguments are those of :class:`PlainAdapters` and its ``folder_for``.
 
     Raises:
         InvalidRequest: the engine cannot serve it.
     """
-    adapter, zeros = _checked(given, largest_rank, adapted_with, namings)
+    adapter, zeros = _checked(given, largest_rank, adapted_with, namings, checks)
     if not zeros and not adapter.unusual:
         return dict(given.config), dict(given.tensors)
     return _rewritten(adapter, zeros)
@@ -109,10 +110,11 @@ def _checked(
     largest_rank: int,
     adapted_with: Mapping[str, Sequence[str]],
     namings: Sequence[Mapping[str, tuple[int, ...]]],
+    checks: AdapterChecks,
 ) -> tuple[LoraAdapter, dict[str, tuple[int, ...]]]:
     """Return the adapter, and the layers that it leaves out and the engine needs."""
     shapes = named_alike(given.tensors, namings)
-    adapter = check_adapter(given, largest_rank, shapes)
+    adapter = checks.check(given, largest_rank, shapes)
     return adapter, _unadapted(adapter, shapes, adapted_with)
 
 

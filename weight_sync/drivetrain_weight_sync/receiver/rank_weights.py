@@ -32,8 +32,9 @@ from drivetrain.types.weights import (
 )
 from drivetrain_weight_sync.copying import device_copies
 from drivetrain_weight_sync.receiver.checkpoint_comparison import require_as_stored, require_converted_alike
+from drivetrain_weight_sync.receiver.lora_adapters import AdapterChecks
 from drivetrain_weight_sync.receiver.plain_adapters import plain_tensors
-from drivetrain_weight_sync.receiver.received_adapters import receiving
+from drivetrain_weight_sync.receiver.received_adapters import receive_adapter
 from drivetrain_weight_sync.receiver.receiver import Receiver
 from drivetrain_weight_sync.receiver.saving import WeightWriter
 from drivetrain_weight_sync.receiver.weight_inspection import merged, require_tensor, tensor_data, validate_weights
@@ -66,6 +67,7 @@ class RankWeights(ABC):
         """Tags whose memory was given back by sleep."""
         self.adapters: dict[str, HeldAdapter] = {}
         """Adapters that came as tensors, by the path that the engine has for them."""
+        self._checks = AdapterChecks()
 
     @property
     @abstractmethod
@@ -235,11 +237,9 @@ class RankWeights(ABC):
         groups = self.receiver.groups if isinstance(update.source, BroadcastSource) else Groups()
 
         def receive() -> None:
-            with receiving(update, groups) as given:
-                config, tensors = plain_tensors(given, largest_rank, adapted_with, namings)
-                lent = {id(tensor) for tensor in given.tensors.values()}
-                own = {name: one.clone() if id(one) in lent else one for name, one in tensors.items()}
-                self.adapters[path] = HeldAdapter(config, own)
+            given = receive_adapter(update, groups)
+            config, tensors = plain_tensors(given, largest_rank, adapted_with, namings, self._checks)
+            self.adapters[path] = HeldAdapter(config, tensors)
 
         try:
             self.of_ranks(receive)

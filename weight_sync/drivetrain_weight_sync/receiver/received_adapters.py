@@ -1,9 +1,9 @@
+# pyright: reportPrivateImportUsage=false
 """Receive LoRA adapters whose tensors come through a transport of weights."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -11,21 +11,20 @@ from drivetrain.errors import DrivetrainError, InvalidRequest, WeightSyncError, 
 from drivetrain.types.weights import WeightManifest, WeightPlan, WeightUpdateRequest
 from drivetrain_weight_sync.copying.device_copies import DeviceCopy, Looks, can_look, fits, reaches
 from drivetrain_weight_sync.copying.digest import digests
-from drivetrain_weight_sync.copying.plan import check_geometry
+from drivetrain_weight_sync.copying.plan import bucket_offsets, check_geometry, plan_nbytes
 from drivetrain_weight_sync.receiver.lora_adapters import GivenAdapter
 from drivetrain_weight_sync.tensors.finite import non_finite
 from drivetrain_weight_sync.tensors.names import listed
-from drivetrain_weight_sync.transports.base import Patch, Reader
+from drivetrain_weight_sync.transports.base import Patch, Reader, Slots
 from drivetrain_weight_sync.transports.process_groups import Groups
 from drivetrain_weight_sync.transports.readers import Readers
 
 
-@contextmanager
-def receiving(update: WeightUpdateRequest, groups: Groups) -> Iterator[GivenAdapter]:
-    """Yield the adapter that an update brings, verified against the sender's digests.
+def receive_adapter(update: WeightUpdateRequest, groups: Groups) -> GivenAdapter:
+    """Return the adapter that an update brings, verified against the sender's digests, in memory of its own.
 
-    Its tensors are valid within the context, and may be the trainer's own memory: copy them. On leaving, memory that
-    the source shares is unmapped.
+    Its tensors lie in one piece of memory on the device on which they arrive. Memory that the source shares is unmapped
+    before this returns.
 
     Args:
         update: The update, whose ``lora`` names the adapter.
@@ -41,29 +40,78 @@ def receiving(update: WeightUpdateRequest, groups: Groups) -> Iterator[GivenAdap
     check_geometry(plan)
     _check_digests_given(plan, update.digests)
     readers = Readers(groups)
-    tensors: Mapping[str, torch.Tensor] = {}
+    received = ReceivedAdapter(plan)
     try:
-        tensors = _read(readers.of(update.source), update, plan)
-        found, strange = _looked(tensors)
-        _verify(found, update.digests or {})
-        yield GivenAdapter(f"the adapter {adapter.lora_name!r}", "lora", adapter.config, tensors, strange)
+        _read(readers.of(update.source), update, plan, received)
+        found, strange = received.looked()
     finally:
-        for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
-            torch.cuda.synchronize(device)  # copies may still read memory that is unmapped here
+        received.settle()  # copies may still read memory that is unmapped here
         readers.close()
+    _verify(found, update.digests or {})
+    where = f"the adapter {adapter.lora_name!r}"
+    return GivenAdapter(where, "lora", adapter.config, received.tensors, strange, is_own=True)
 
 
-def _read(reader: Reader, update: WeightUpdateRequest, plan: WeightPlan) -> dict[str, torch.Tensor]:
-    """Open the source and return its tensors, copied if the reader needs their memory again."""
+class ReceivedAdapter:
+    """Memory for the tensors of a plan, into which a reader's tensors are copied."""
+
+    def __init__(self, plan: WeightPlan) -> None:
+        self._plan = plan
+        self._offsets = bucket_offsets(plan)
+        self._memory: torch.Tensor | None = None
+        self._looks: list[DeviceCopy] = []
+        """Tensors for the copy kernel to digest, with the copies that are not made yet."""
+        self.tensors: dict[str, torch.Tensor] = {}
+
+    def take(self, index: int, tensors: Iterable[tuple[str, torch.Tensor | Patch]], *, hold: bool) -> None:
+        """Copy the tensors of a bucket, or on a GPU leave that to :meth:`looked` if they stay valid until then."""
+        given = [(name, tensor) for name, tensor in tensors if not isinstance(tensor, Patch)]
+        if not given:
+            return
+        if self._memory is None:
+            self._memory = _memory(plan_nbytes(self._plan), given[0][1].device)
+        bucket = self._plan.buckets[index]
+        slots = Slots(self._memory)
+        own = {placed.spec.name: slots.view(self._offsets[index], placed) for placed in bucket.tensors}
+        now: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for name, tensor in given:
+            self.tensors[name] = destination = own[name]
+            copy = DeviceCopy(tensor, destination, name)
+            if not (can_look(tensor.dtype) and reaches(tensor) and fits(copy)):
+                now.append((destination, tensor))
+            elif hold:
+                self._looks.append(copy)
+            else:
+                now.append((destination, tensor))
+                self._looks.append(DeviceCopy(destination, None, name))
+        if now:
+            torch._foreach_copy_([to for to, _ in now], [of for _, of in now])
+
+    def looked(self) -> tuple[dict[str, int], dict[str, str]]:
+        """Return digests by name, and which tensors hold NaN or infinity; one launch copies and does both on a GPU."""
+        found, strange = Looks()(self._looks) if self._looks else ({}, [])
+        others = {name: tensor for name, tensor in self.tensors.items() if name not in found}
+        return found | digests(others), non_finite(others | {name: self.tensors[name] for name in strange})
+
+    def settle(self) -> None:
+        """Wait for copies to a GPU."""
+        if self._memory is not None and self._memory.is_cuda:
+            torch.cuda.synchronize(self._memory.device)
+
+
+def _memory(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Return uint8 ``[nbytes]``, which on a CPU can be copied to a GPU at full speed if there is one in use."""
+    pinned = device.type == "cpu" and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
+
+
+def _read(reader: Reader, update: WeightUpdateRequest, plan: WeightPlan, received: ReceivedAdapter) -> None:
+    """Open the source and take its tensors."""
     try:
         reader.open(update, WeightManifest(plan.tensors))
-        return {
-            name: tensor if reader.holds else tensor.clone()
-            for brought in reader.bring(range(len(plan.buckets)))
-            for index in brought
-            for name, tensor in reader.tensors(index)
-            if not isinstance(tensor, Patch)
-        }
+        for brought in reader.bring(range(len(plan.buckets))):
+            for index in brought:
+                received.take(index, reader.tensors(index), hold=reader.holds)
     except DrivetrainError:
         raise
     except Exception as error:
@@ -71,18 +119,6 @@ def _read(reader: Reader, update: WeightUpdateRequest, plan: WeightPlan) -> dict
             f"the {update.source.kind} source of the adapter cannot be read: {type(error).__name__}: {error}; nothing "
             "was changed"
         ) from error
-
-
-def _looked(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, int], dict[str, str]]:
-    """Return digests by name, and which tensors hold NaN or infinity; one kernel launch does both on a GPU."""
-    copies = [
-        copy
-        for name, tensor in tensors.items()
-        if reaches(tensor) and can_look(tensor.dtype) and fits(copy := DeviceCopy(tensor, None, name))
-    ]
-    found, strange = Looks()(copies) if copies else ({}, [])
-    others = {name: tensor for name, tensor in tensors.items() if name not in found}
-    return found | digests(others), non_finite(others | {name: tensors[name] for name in strange})
 
 
 def _verify(found: Mapping[str, int], sent: Mapping[str, int]) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from drivetrain.errors import WeightTransferFailed, WeightVerifyFailed
 from drivetrain.types.weights import WeightUpdateRequest
+from drivetrain_weight_sync.copying.device_copies import DeviceCopies, DeviceCopy, Launched, fits, reaches
 from drivetrain_weight_sync.copying.digest import digest, digests
 from drivetrain_weight_sync.receiver.kept_across_updates import HeldDigest, KeptAcrossUpdates
 from drivetrain_weight_sync.receiver.target import WeightTarget
@@ -59,6 +60,8 @@ class Update:
         """For each tensor of which this worker holds a part: digests of the whole as received, and of the part."""
         self._converted: dict[str, int] = {}
         """Digests, as received, of tensors that the engine keeps in another form."""
+        self._converting: list[Launched] = []
+        """Launches that digest such tensors."""
 
     def begin(self) -> None:
         """Begin to overwrite the weights."""
@@ -97,7 +100,11 @@ class Update:
     def _recording_digests(
         self, tensors: Iterator[tuple[str, torch.Tensor | Patch]], proved: Set[str] = frozenset()
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors with patches applied; record digests of partial and converted ones for :meth:`verify`."""
+        """Yield the tensors with patches applied; record digests of partial and converted ones for :meth:`verify`.
+
+        On a GPU, converted tensors are filled once all tensors were asked for: one launch copies and digests them.
+        """
+        copies: list[DeviceCopy] = []
         for name, tensor in tensors:
             if isinstance(tensor, Patch):
                 yield name, self._patched(name, tensor)
@@ -108,8 +115,11 @@ class Update:
             if name in self._target.converted:
                 # The engine's form of it cannot be compared with the sender's digest, so digest the very copy that it
                 # receives.
-                came = tensor.clone(memory_format=torch.contiguous_format)
-                self._converted[name] = digest(came)
+                came = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+                if reaches(tensor) and fits(copy := DeviceCopy(tensor, came, name)):
+                    copies.append(copy)
+                else:
+                    self._converted[name] = digest(came.copy_(tensor))
                 yield name, came
                 continue
             part = self._target.part_of(name, tensor)
@@ -117,6 +127,8 @@ class Update:
                 found = digests({"whole": tensor, "part": part})
                 self._split[name] = found["whole"], found["part"]
             yield name, tensor
+        if copies:
+            self._converting.append(DeviceCopies(copies).launch())
 
     def _patched(self, name: str, patch: Patch) -> torch.Tensor:
         """Return the whole tensor with its patch applied; only the part that this worker holds is meaningful."""
@@ -144,6 +156,8 @@ class Update:
             raise WeightTransferFailed(
                 f"buckets {absent} of {len(self.plan.buckets)} were not loaded; load every bucket before VerifyUpdate"
             )
+        for launched in self._converting:
+            self._converted |= launched.read()[0]
         # This does not wait for copies on a GPU.
         on_the_way = self._target.expect(self._digests)
         # The digest of a copy does not cover its destination: read each tensor back once, then trust that its copies

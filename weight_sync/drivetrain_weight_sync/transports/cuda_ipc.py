@@ -15,7 +15,7 @@ from drivetrain_weight_sync.copying.plan import bucket_offsets, plan_nbytes
 from drivetrain_weight_sync.tensors.derived_tensor import DerivedTensor
 from drivetrain_weight_sync.tensors.dtypes import dtype_of
 from drivetrain_weight_sync.tensors.names import listed
-from drivetrain_weight_sync.transports.base import Opened, Reader, Sender, slot
+from drivetrain_weight_sync.transports.base import Opened, Reader, Sender, Slots, slot
 from drivetrain_weight_sync.transports.device_memory import (
     HANDLE_BYTES,
     DeviceArena,
@@ -233,9 +233,10 @@ class CudaIpcReader(Reader):
 
     def tensors(self, index: int) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield views of the mapped memory."""
+        slots = [Slots(segment.memory) for segment in self._mapped]
         for placed in self._plan.buckets[index].tensors:
             segment, offset = self._places[placed.spec.name]
-            yield placed.spec.name, slot(self._mapped[segment].memory, offset - placed.offset, placed)
+            yield placed.spec.name, slots[segment].view(offset - placed.offset, placed)
 
     def release(self) -> None:
         """Keep the mapping for the next update."""

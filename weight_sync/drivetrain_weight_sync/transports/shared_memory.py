@@ -8,7 +8,7 @@ import torch
 
 from drivetrain.types.weights import SharedMemorySource, WeightManifest, WeightPlan, WeightUpdateRequest
 from drivetrain_weight_sync.copying.plan import bucket_offsets, plan_nbytes
-from drivetrain_weight_sync.transports.base import Opened, Reader, Sender, check_fit, slot
+from drivetrain_weight_sync.transports.base import Opened, Reader, Sender, Slots, check_fit, slot
 from drivetrain_weight_sync.transports.shared_arena import Arena, MappedArena
 
 
@@ -86,8 +86,9 @@ class SharedMemoryReader(Reader):
     def tensors(self, index: int) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield views of the arena."""
         assert self._mapped is not None
+        slots = Slots(self._mapped.memory)
         for placed in self._plan.buckets[index].tensors:
-            yield placed.spec.name, slot(self._mapped.memory, self._offsets[index], placed)
+            yield placed.spec.name, slots.view(self._offsets[index], placed)
 
     def release(self) -> None:
         """Keep the mapping for the next update."""

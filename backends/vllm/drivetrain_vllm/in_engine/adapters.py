@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from drivetrain_vllm.in_engine.adapters_again import LoadsAgain
 from drivetrain_weight_sync.receiver.rank_weights import HeldAdapter
 
 
@@ -14,11 +15,13 @@ def load_held(manager: Any, adapters: Mapping[str, HeldAdapter]) -> None:
     """Have a worker's ``WorkerLoRAManager`` load adapters of these paths from memory, and others from their folders."""
     if "_load_adapter" in vars(manager):
         return
-    from_folder = manager._load_adapter
+    from_folder, again = manager._load_adapter, LoadsAgain(manager._adapter_manager)
 
     def load(request: Any) -> Any:
         held = adapters.get(request.lora_path)
-        return from_folder(request) if held is None else _loaded(manager, request, held)
+        if held is None:
+            return from_folder(request)
+        return again.filled(held, request.lora_int_id) or again.noted(held, _loaded(manager, request, held))
 
     manager._load_adapter = load
 
