@@ -116,7 +116,7 @@ class EngineRolloutWorker(AsyncRolloutWorker):  # type: ignore[misc]
         TRL sets an event and waits until a thread of that process has noticed, without a deadline; if the process ended
         while its thread waited for the event, that never comes.
         """
-        process = self._process
+        process: Any = self._process  # type: ignore[has-type]
         if process is not None:
             telling = threading.Thread(target=self._stop_event_mp.set, daemon=True)
             telling.start()
