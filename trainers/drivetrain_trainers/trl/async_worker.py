@@ -21,6 +21,8 @@ from drivetrain.types.sampling import SamplingParams
 from drivetrain_trainers.trl.async_weights import EngineWeights, Settings
 from drivetrain_trainers.trl.sampling import GenerationSettings, sampling_params
 
+_TELL_S: Final = 10.0
+"""Seconds for the worker's process to notice that it is to stop."""
 _patching: Final = threading.Lock()
 
 
@@ -107,6 +109,23 @@ class EngineRolloutWorker(AsyncRolloutWorker):  # type: ignore[misc]
             "max_inflight_tasks": self._args.max_inflight_tasks,  # computed by the trainer, if it was left out
         }
         super().start()
+
+    def stop(self) -> None:
+        """Stop the worker's process, also if it has ended by itself.
+
+        TRL sets an event and waits until a thread of that process has noticed, without a deadline; if the process ended
+        while its thread waited for the event, that never comes.
+        """
+        process: Any = self._process  # type: ignore[has-type]
+        if process is not None:
+            telling = threading.Thread(target=self._stop_event_mp.set, daemon=True)
+            telling.start()
+            telling.join(_TELL_S)
+            if telling.is_alive():
+                process.kill()
+                process.join()
+                self._process = None
+        super().stop()
 
     def update_model_version(self, model_version: int) -> None:
         """Take TRL's number of the weights: after each push, and when a training is resumed."""
