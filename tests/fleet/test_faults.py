@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import os
+import pickle
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -26,9 +28,31 @@ from drivetrain_fleet import Health
 from drivetrain_weight_sync import WeightSync
 from fleets import BOUND, GREEDY, LONG, Fleet, Spoiled, kill_host, local, owned_elsewhere, spoiled, tensors_for, until
 from fleets import until_health as until_healthy
+from warm_python import running
 
 HEARTBEAT = {"heartbeat": 2.0}
 TOKENS = 600
+FLEET = """
+import asyncio, base64, pickle, sys
+from drivetrain import SamplingParams, attach
+from drivetrain_fleet import InferenceEngineClient
+
+LONG = SamplingParams(max_new_tokens=900, temperature=0.0, ignore_eos=True)
+
+async def main():
+    engines = [await attach(handle) for handle in pickle.loads(base64.b64decode(sys.argv[1]))]
+    async with InferenceEngineClient(engines) as fleet:
+        task = asyncio.create_task(fleet.generate([[1], [2], [3], [4]], LONG))
+        while fleet.parts.in_flight.running < 4:
+            await asyncio.sleep(0.001)
+        if sys.argv[2] == "paused":
+            await fleet.pause_generation("in_place")
+        print("ready", flush=True)
+        await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+"""A fleet in a process of its own, with requests in flight, paused or not."""
 MIDDLE = SamplingParams(max_new_tokens=TOKENS, temperature=0.0, ignore_eos=True)
 
 
@@ -241,3 +265,23 @@ class hitting:
 
     def __exit__(self, *error: object) -> None:
         self._spoiled.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("doing", "number"),
+    [("generates", signal.SIGKILL), ("paused", signal.SIGKILL), ("paused", signal.SIGSTOP)],
+    ids=["killed while it generates", "killed while paused", "frozen while paused"],
+)
+async def test_engines_serve_on_when_the_process_of_their_fleet_is_gone(
+    model: Path, doing: str, number: signal.Signals
+) -> None:
+    async with local(model, timeouts=HEARTBEAT) as one, local(model, timeouts=HEARTBEAT) as two:
+        handles = [await one.handle(), await two.handle()]
+        given = base64.b64encode(pickle.dumps(handles)).decode()
+        async with running("-c", FLEET, given, doing) as process:
+            assert (await process.stdout.readline()).strip() == b"ready"
+            os.kill(process.pid, number)
+            await until(lambda: not any(engine.is_paused or engine.parts.in_flight.running for engine in (one, two)))
+            for engine in (one, two):
+                output = await engine.generate([[5]], GREEDY)
+                assert len(output.completions[0].token_ids) == 6

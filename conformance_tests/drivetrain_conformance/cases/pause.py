@@ -234,6 +234,8 @@ async def one_freeze_can_follow_the_other(bench: Bench) -> None:
             await engine.continue_generation()
             resumed = await _result(task)
         check_same(bench, resumed.completions, whole.completions)
+    if any(sum(held) < len(prompts) for held in counted):
+        raise TooLate(f"of {len(prompts)} frozen requests, these were running and waiting: {counted}")
     assert counted[0] == counted[1], f"running and waiting are {counted[0]} if retracted last, {counted[1]} if first"
 
 
