@@ -439,26 +439,16 @@ class TransformersBackend(Backend):
         return await self._pooled(sequences, self._pooler.scores)
 
     async def _pooled(self, sequences: list[list[int]], pool: Callable[[list[list[int]]], list[T]]) -> list[T]:
-        """Run ``pool`` on all sequences with one version of the weights, however many forward passes that takes."""
         runner, weights = self._running, self._received
-        while True:
-            found: dict[int, T] = {}
-            versions: set[int] = set()
+        found: dict[int, T] = {}
 
-            def run(group: list[int], found: dict[int, T] = found, versions: set[int] = versions) -> bool:
-                if not weights.are_whole():
-                    return False
-                versions.add(weights.updates)
-                found.update(zip(group, pool([sequences[index] for index in group]), strict=True))
-                return True
+        def run(group: list[int]) -> None:
+            weights.require_awake()
+            found.update(zip(group, pool([sequences[index] for index in group]), strict=True))
 
-            for group in self._pooler.groups(sequences):
-                done = await runner.call(partial(run, group))
-                while not done:
-                    await asyncio.sleep(_OPENING_S)
-                    done = await runner.call(partial(run, group))
-            if len(versions) <= 1:
-                return [found[index] for index in range(len(sequences))]
+        for group in self._pooler.groups(sequences):
+            await runner.call(partial(run, group))
+        return [found[index] for index in range(len(sequences))]
 
     # ---------------------------------------------------------------------------------------------------------------
 
