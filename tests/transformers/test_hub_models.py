@@ -118,7 +118,7 @@ async def test_an_offline_hub_without_the_model_is_refused_by_name(monkeypatch: 
 
 
 def test_a_folder_has_no_revision() -> None:
-    with pytest.raises(InvalidConfig, match="revision='old': .* is a folder") as error:
+    with pytest.raises(InvalidConfig, match=r"revision='old': .* is a folder") as error:
         create_engine("transformers", model=str(tiny_model("qwen2")), revision="old")
     assert error.value.field == "revision"
 

@@ -50,6 +50,7 @@ from drivetrain.types.weights import (
 from drivetrain_transformers.translate import (
     CONFIG_NAMES,
     SEEN_WORKING,
+    check_attention,
     check_deterministic,
     check_model_folder,
     device_of,
@@ -153,6 +154,7 @@ class TransformersBackend(Backend):
     def validate(cls, config: EngineConfig) -> None:
         """Refuse arguments that the configuration sets already, and a context that is longer than the model's."""
         load_arguments(config)
+        check_attention(config)
         check_deterministic(config)
         check_model_folder(config)
 
