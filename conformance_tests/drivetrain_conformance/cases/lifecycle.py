@@ -643,8 +643,13 @@ async def closing_never_hangs(bench: Bench) -> None:
 
 @case(Capability.PROFILE)
 async def a_profile_is_a_trace_that_a_viewer_opens(bench: Bench) -> None:
-    """A profile leaves a trace file with events in the given folder, and can be recorded again."""
+    """A profile leaves a trace file with events in the given folder, and can be recorded again.
+
+    A place where no folder can be made is refused at once.
+    """
     engine = bench.engine
+    with refused(InvalidRequest, field="directory"):
+        await engine.start_profile("/dev/null/nowhere")
     prompts = bench.prompts(2)
     before = await bench.greedy(prompts)
     paths: set[Path] = set()
