@@ -84,7 +84,7 @@ def create_engine(
 
 @dataclass(frozen=True, slots=True)
 class _Description:
-    """What a backend says of itself with a configuration."""
+    """A backend's description of itself with a configuration."""
 
     claimed: frozenset[Capability]
     native_stops: frozenset[StopKind]

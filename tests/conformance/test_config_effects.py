@@ -47,7 +47,7 @@ def trees() -> Iterator[ast.AST]:
 def keys_in(node: ast.AST) -> set[str]:
     """Keys of the dictionaries within ``node``."""
     dictionaries = (one for one in ast.walk(node) if isinstance(one, ast.Dict))
-    return {key.value for one in dictionaries for key in one.keys if isinstance(key, ast.Constant)}
+    return {str(key.value) for one in dictionaries for key in one.keys if isinstance(key, ast.Constant)}
 
 
 def is_config_mutant(node: ast.AST) -> bool:

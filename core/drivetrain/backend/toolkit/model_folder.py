@@ -48,7 +48,7 @@ def model_file(config: EngineConfig, name: str) -> Mapping[str, object]:
 def model_json(config: EngineConfig, name: str) -> object:
     """Return what a JSON file of the model's folder or hub id holds; None if it is missing or broken.
 
-    Of a hub model only the local cache is read: ``InferenceEngine.start`` fetches the files that were missing.
+    A hub model is looked up in the local cache alone: ``InferenceEngine.start`` fetches the files that were missing.
     """
     try:
         folder = Path(config.model).expanduser()
