@@ -145,22 +145,8 @@ def stays_awake_on_one_rank(worker: Any, name: str, proceed: Proceed) -> Any:
     """One rank takes no notice of sleep."""
     if name != "sleep":
         return proceed()
-    return worker.receiver  # all ranks have to make it together, and sleep is the first to need it
-
-
-@spoiled_rank(
-    caught_by="parallel/every_rank_gives_its_memory_back",
-    says="the ranks gave",
-    needs=Capability.TENSOR_PARALLEL,
-)
-def keeps_memory_on_one_rank(worker: Any, name: str, proceed: Proceed) -> Any:
-    """One rank says that it sleeps, and takes as much memory as it gave back."""
-    if name == "sleep":
-        sizes = [parameter.untyped_storage().nbytes() for parameter in worker.model.parameters()]
-        result = proceed()
-        worker.taken = bytearray(b"x" * sum(sizes))
-        return result
-    return proceed()
+    _ = worker.receiver  # all ranks have to make it together, and sleep is the first to need it
+    return None
 
 
 @spoiled_rank(
