@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -14,6 +15,7 @@ from drivetrain.attached.remote import REMOTE, remote_engine
 from drivetrain.backend.base import Backend, StopKind
 from drivetrain.backend.registry import load_backend, require_engine
 from drivetrain.backend.toolkit.engine_versions import warn_if_unseen
+from drivetrain.backend.toolkit.hub_files import fetch_files, noting_missing_files
 from drivetrain.checks.safe_repr import shown
 from drivetrain.engine.config_checks import check_config, check_folders
 from drivetrain.engine.engine import InferenceEngine
@@ -28,6 +30,9 @@ def create_engine(
     backend: str | os.PathLike[str] | Mapping[str, object] | EngineConfig, **fields: object
 ) -> InferenceEngine:
     """Make an engine from a backend's name, a mapping, a YAML file or an :class:`EngineConfig`. Starts nothing.
+
+    The network is not used. If a hub model is not in the local cache, ``start`` fetches its configuration first. Only
+    then are capabilities known that depend on the model, and is a configuration refused that does not fit it.
 
     The backend ``"remote"`` is an engine that another process owns, such as ``drivetrain host``. Its fields are
     ``endpoint`` and ``key``, which ``drivetrain host`` prints. If ``key`` is missing, the environment variable
@@ -63,28 +68,9 @@ def create_engine(
             field="isolation",
         )
     if config.python is not None:
-        probed = probe(config)
-        warn_if_unseen(probed.engine_distribution, probed.engine_version, probed.seen_working)
-        hosted = HostedBackend(config, config.backend)
-        versions = {
-            "python": probed.python_version,
-            "drivetrain": probed.drivetrain_version,
-            probed.engine_distribution: probed.engine_version,
-        }
-        return _engine(
-            config,
-            hosted,
-            claimed=probed.capabilities,
-            native_stops=probed.native_stops,
-            config_names=probed.config_names,
-            validate=probed.require_valid,
-            isolation=Isolation.PROCESS,
-            versions=versions,
-        )
+        return _engine(config, HostedBackend(config, config.backend), partial(_probed, config), Isolation.PROCESS)
     cls = load_backend(config.backend)
     require_engine(cls)
-    versions = versions_of(cls)
-    warn_if_unseen(cls.engine_distribution, versions[cls.engine_distribution], cls.seen_working)
     isolation = config.isolation or cls.default_isolation
     if isolation is Isolation.INLINE and cls.endangers_its_process:
         raise InvalidConfig(
@@ -93,36 +79,90 @@ def create_engine(
             field="isolation",
         )
     made: Backend = cls(config) if isolation is Isolation.INLINE else HostedBackend(config, config.backend)
-    return _engine(
-        config,
-        made,
-        claimed=cls.capabilities(config),
-        native_stops=cls.native_stops,
-        config_names=cls.config_names,
-        validate=partial(cls.validate, config),
-        isolation=isolation,
-        versions=versions,
+    return _engine(config, made, partial(_described, config, cls), isolation)
+
+
+@dataclass(frozen=True, slots=True)
+class _Description:
+    """A backend's description of itself with a configuration."""
+
+    claimed: frozenset[Capability]
+    native_stops: frozenset[StopKind]
+    config_names: Mapping[str, str]
+    validate: Callable[[], None]
+    distribution: str
+    seen_working: tuple[str, str] | None
+    versions: dict[str, str]
+    missing_files: frozenset[str] = frozenset()
+    """Names of files of a hub model that the other environment looked for, and that are not in the hub's cache."""
+
+
+def _probed(config: EngineConfig) -> _Description:
+    probed = probe(config)
+    return _Description(
+        probed.capabilities,
+        probed.native_stops,
+        probed.config_names,
+        probed.require_valid,
+        probed.engine_distribution,
+        probed.seen_working,
+        {
+            "python": probed.python_version,
+            "drivetrain": probed.drivetrain_version,
+            probed.engine_distribution: probed.engine_version,
+        },
+        probed.missing_files,
+    )
+
+
+def _described(config: EngineConfig, cls: type[Backend]) -> _Description:
+    return _Description(
+        cls.capabilities(config),
+        cls.native_stops,
+        cls.config_names,
+        partial(cls.validate, config),
+        cls.engine_distribution,
+        cls.seen_working,
+        versions_of(cls),
     )
 
 
 def _engine(
-    config: EngineConfig,
-    backend: Backend,
-    *,
-    claimed: frozenset[Capability],
-    native_stops: frozenset[StopKind],
-    config_names: Mapping[str, str],
-    validate: Callable[[], None],
-    isolation: Isolation,
-    versions: dict[str, str],
+    config: EngineConfig, backend: Backend, describe: Callable[[], _Description], isolation: Isolation
 ) -> InferenceEngine:
-    capabilities = claimed | _added_by_the_engine_page(claimed, native_stops)
+    with noting_missing_files() as missing:
+        described = describe()
+        distribution, versions = described.distribution, described.versions
+        warn_if_unseen(distribution, versions[distribution], described.seen_working)
+        capabilities = _checked(config, described, isolation)
+    engine = InferenceEngine(config, backend, capabilities=capabilities, isolation=isolation, versions=versions)
+    missing |= described.missing_files
+    if missing:
+
+        def capabilities_by_files() -> frozenset[Capability]:
+            fetched, found = set[str](), capabilities
+            while not missing <= fetched:  # a file may name another one
+                fetch_files(config, missing)
+                fetched |= missing
+                with noting_missing_files() as still_missing:
+                    again = describe()
+                    found = _checked(config, again, isolation)
+                missing.update(still_missing, again.missing_files)
+            return found
+
+        engine.capabilities_by_files = capabilities_by_files
+    return engine
+
+
+def _checked(config: EngineConfig, described: _Description, isolation: Isolation) -> frozenset[Capability]:
+    """Return the engine's capabilities; raise if the configuration needs others, or its backend refuses it."""
+    capabilities = described.claimed | _added_by_the_engine_page(described.claimed, described.native_stops)
     # CUDA IPC cannot map a process's own GPU memory, and in-process tensors cannot be reached from another process.
     elsewhere = Capability.WEIGHTS_CUDA_IPC if isolation is Isolation.INLINE else Capability.WEIGHTS_IN_PROCESS
     capabilities -= {elsewhere}
-    check_config(config, config_names, capabilities)
-    validate()
-    return InferenceEngine(config, backend, capabilities=capabilities, isolation=isolation, versions=versions)
+    check_config(config, described.config_names, capabilities)
+    described.validate()
+    return capabilities
 
 
 def _added_by_the_engine_page(

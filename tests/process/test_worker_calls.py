@@ -70,12 +70,12 @@ def test_an_unknown_method_and_wrong_arguments_are_wire_errors() -> None:
 
 
 def test_the_first_rank_that_fails_is_what_all_answer() -> None:
-    answer = methods.answer(Worker(), methods.call("read_weight", ("x",)), lambda own: [None, own])
+    answer = methods.answer(Worker(), methods.call("read_weight", ("x",)), lambda own: ["", own])
     with pytest.raises(InvalidRequest, match="rank 1: no x"):
         methods.result_of("read_weight", answer)
 
-    def gather(own: Failure | None) -> list[Failure | None]:
-        assert own is None, "that another rank failed is no failure of this one"
+    def gather(own: Failure | str) -> list[Failure | str]:
+        assert own == "", "that another rank failed is no failure of this one"
         return [own, Failure(0, "InvalidRequest", "no y", {"field": "name"})]
 
     answer = methods.answer(Worker(), methods.call("unfreeze", ()), gather)

@@ -70,7 +70,8 @@ def test_defaults_of_verl_that_a_backend_has_no_equivalent_for_are_left_out_and_
     assert engine_config(rollout(gpu_memory_utilization=0.3), model).gpu_memory_utilization == 0.3
     assert engine_config(rollout(max_num_seqs=7), model).max_num_seqs == 7
     on_sglang = rollout(engine_kwargs={"drivetrain": {"backend": "sglang"}})
-    assert engine_config(on_sglang, model).gpu_memory_utilization == 0.5
+    assert engine_config(on_sglang, model, device="cuda").gpu_memory_utilization == 0.5
+    assert engine_config(on_sglang, model, device="cpu").gpu_memory_utilization is None
 
 
 def test_fields_of_the_engine_overrule_those_of_verl(model: HFModelConfig) -> None:

@@ -6,7 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from drivetrain import EngineConfig, InvalidConfig
+from drivetrain import EngineConfig, InvalidConfig, create_engine
+from drivetrain.testing import tiny_model
+from drivetrain_transformers.model import LoadedModel
 from drivetrain_transformers.translate import (
     context_length,
     load_arguments,
@@ -28,6 +30,23 @@ def test_fields_reach_from_pretrained_under_its_own_names() -> None:
         "trust_remote_code": False,
         "use_safetensors": True,
     }
+
+
+def test_the_model_is_on_the_device_that_is_asked_for() -> None:
+    loaded = LoadedModel.load(config(model=str(tiny_model("qwen2")), device="cpu"), lambda _: None)
+    assert {str(tensor.device) for tensor in loaded.module.parameters()} == {"cpu"}
+
+
+@pytest.mark.parametrize("name", ["eager", "sdpa"])
+def test_the_model_has_the_attention_that_is_asked_for(name: str) -> None:
+    loaded = LoadedModel.load(config(model=str(tiny_model("qwen2")), attention_backend=name), lambda _: None)
+    assert loaded.module.config._attn_implementation == name
+
+
+def test_an_unknown_attention_is_refused_before_the_start() -> None:
+    with pytest.raises(InvalidConfig, match="attention_backend='flashy': transformers has no such") as error:
+        create_engine("transformers", model=str(tiny_model("qwen2")), attention_backend="flashy")
+    assert error.value.field == "attention_backend"
 
 
 def test_a_field_set_twice_is_refused() -> None:

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from tests.weight_sync.models import Model, tensors_of
 
-from drivetrain.errors import DrivetrainError, EngineStateError, InvalidRequest, WeightVerifyFailed
+from drivetrain.errors import DrivetrainError, EngineInternalError, EngineStateError, InvalidRequest, WeightVerifyFailed
 from drivetrain.process.worker_calls import WorkerMethods
 from drivetrain.types.modes import MemoryTag
 from drivetrain.types.weights import (
@@ -102,7 +102,7 @@ class Rank(RankWeights):
         return replace(reply, seconds=self.commit_weights(update).seconds)
 
 
-methods = WorkerMethods(Rank.prepare_weights, Rank.prepared_weights)
+methods = WorkerMethods(Rank.prepare_weights, Rank.prepared_weights, Rank.drop_adapter)
 
 
 class Experts(torch.nn.Module):
@@ -210,6 +210,18 @@ def spoil(
     return monkeypatch.undo
 
 
+def test_ranks_of_which_one_sleeps_or_has_another_version_are_told() -> None:
+    two = Two()
+    two.ranks[1].asleep.add(MemoryTag.KV_CACHE)
+    told = "rank 0: the first weights, asleep: nothing; rank 1: the first weights, asleep: kv_cache"
+    for answer in two.ask("drop_adapter", "none"):
+        assert isinstance(answer, EngineInternalError)
+        assert str(answer) == f"the ranks differ after drop_adapter: {told}"
+    two.ranks[1].asleep.clear()
+    two.ranks[0].committed = "v1"
+    assert all("the weights 'v1'" in str(answer) for answer in two.ask("drop_adapter", "none"))
+
+
 @pytest.mark.parametrize("which", [0, 1])
 @pytest.mark.parametrize("method", ["prepare", "prepared"])
 def test_what_one_rank_cannot_prepare_none_has_prepared(
@@ -289,7 +301,7 @@ def test_an_update_brings_each_rank_the_experts_that_it_holds(tmp_path: Path) ->
 def test_every_rank_names_all_tensors_and_reads_them(tmp_path: Path) -> None:
     two, tensors = Two(SpreadRank), mixture()
     tensors["expert.1"].zero_()
-    for manifest in two.ask("weight_manifest"):
+    for manifest in two.ask("drop_adapter", "none"):
         assert isinstance(manifest, WeightManifest)
         assert {spec.name for spec in manifest.tensors} == SHAPES.keys()
     apply(two, tmp_path, tensors)
@@ -306,7 +318,7 @@ def test_an_expert_that_is_not_what_was_sent_is_named_with_its_rank(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     two = Two(SpreadRank)
-    two.ask("weight_manifest")
+    two.ask("drop_adapter", "none")
     (holder,) = [rank for rank in two.ranks if rank.target.pieces(name)][:1]
     read = type(holder.target).read
     monkeypatch.setattr(

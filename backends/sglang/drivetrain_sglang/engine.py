@@ -22,6 +22,7 @@ from drivetrain.backend.base import (
     ReadMedium,
 )
 from drivetrain.backend.toolkit.folder_pooling import folder_pooling
+from drivetrain.backend.toolkit.folders import made_folder
 from drivetrain.backend.toolkit.model_folder import (
     check_model_folder,
     config_levels,
@@ -376,8 +377,9 @@ class SGLangBackend(WorkerBackend[Collected]):
         from sglang.srt.managers import io_struct
 
         activities = ["CPU"] if device_type_of(self.config) == "cpu" else ["CPU", "GPU"]
-        request = io_struct.ProfileReq(output_dir=directory, activities=activities, with_stack=False)
-        self._profile = Path(directory), await asyncio.to_thread(_files_in, Path(directory))
+        folder = await asyncio.to_thread(made_folder, directory, "directory")
+        request = io_struct.ProfileReq(output_dir=str(folder), activities=activities, with_stack=False)
+        self._profile = folder, await asyncio.to_thread(_files_in, folder)
         await self._manager.start_profile(request)
 
     async def stop_profile(self) -> str:
@@ -428,7 +430,6 @@ class SGLangBackend(WorkerBackend[Collected]):
 
 
 def _files_in(directory: Path) -> set[Path]:
-    directory.mkdir(parents=True, exist_ok=True)
     return set(directory.iterdir())
 
 

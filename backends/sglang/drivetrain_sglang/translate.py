@@ -20,6 +20,7 @@ from drivetrain.backend.toolkit.translation import (
     is_plain,
     no_token_allowed,
     non_finite_logits,
+    require_fields_of_a_cpu,
     spreads_experts,
     wants_experts,
     with_engine_kwargs,
@@ -132,6 +133,9 @@ _ON_A_CPU: Final[Mapping[str, object]] = {
 }
 
 
+_ATTENTION_ON_A_CPU: Final = ("torch_native", "intel_amx")
+
+
 def carries_masks() -> bool:
     """Return whether the installed SGLang brings what a sampler adds to a token to its client, without importing it."""
     return source_mentions("sglang", "srt/managers/tokenizer_manager.py", "customized_info_accumulated")
@@ -187,8 +191,10 @@ def engine_arguments(
 
     Raises:
         InvalidConfig: ``engine_kwargs`` sets an argument that the configuration has a field for, that the backend
-            relies on, or that would have no effect.
+            relies on, or that would have no effect; or a field is for GPUs, and there is none.
     """
+    if device == "cpu":
+        require_fields_of_a_cpu(config, "SGLang", _ATTENTION_ON_A_CPU, "max_total_tokens")
     relied_on: dict[str, object] = {
         "model_path": config.model,
         "tokenizer_path": config.tokenizer or config.model,

@@ -50,6 +50,7 @@ from drivetrain.types.weights import (
 from drivetrain_transformers.translate import (
     CONFIG_NAMES,
     SEEN_WORKING,
+    check_attention,
     check_deterministic,
     check_model_folder,
     device_of,
@@ -153,6 +154,7 @@ class TransformersBackend(Backend):
     def validate(cls, config: EngineConfig) -> None:
         """Refuse arguments that the configuration sets already, and a context that is longer than the model's."""
         load_arguments(config)
+        check_attention(config)
         check_deterministic(config)
         check_model_folder(config)
 
@@ -424,26 +426,16 @@ class TransformersBackend(Backend):
         return await self._pooled(sequences, self._pooler.scores)
 
     async def _pooled(self, sequences: list[list[int]], pool: Callable[[list[list[int]]], list[T]]) -> list[T]:
-        """Run ``pool`` on all sequences with one version of the weights, however many forward passes that takes."""
         runner, weights = self.runner, self._received
-        while True:
-            found: dict[int, T] = {}
-            versions: set[int] = set()
+        found: dict[int, T] = {}
 
-            def run(group: list[int], found: dict[int, T] = found, versions: set[int] = versions) -> bool:
-                if not weights.are_whole():
-                    return False
-                versions.add(weights.updates)
-                found.update(zip(group, pool([sequences[index] for index in group]), strict=True))
-                return True
+        def run(group: list[int]) -> None:
+            weights.require_awake()
+            found.update(zip(group, pool([sequences[index] for index in group]), strict=True))
 
-            for group in self._pooler.groups(sequences):
-                done = await runner.call(partial(run, group))
-                while not done:
-                    await asyncio.sleep(_OPENING_S)
-                    done = await runner.call(partial(run, group))
-            if len(versions) <= 1:
-                return [found[index] for index in range(len(sequences))]
+        for group in self._pooler.groups(sequences):
+            await runner.call(partial(run, group))
+        return [found[index] for index in range(len(sequences))]
 
     # ---------------------------------------------------------------------------------------------------------------
 

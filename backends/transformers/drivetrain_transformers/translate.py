@@ -13,6 +13,7 @@ from drivetrain.backend.toolkit.folder_pooling import folder_pooling
 from drivetrain.backend.toolkit.model_folder import config_levels, model_file
 from drivetrain.backend.toolkit.translation import context_length_of
 from drivetrain.checks.extras import from_extra
+from drivetrain.checks.safe_repr import shown
 from drivetrain.errors import InvalidConfig
 from drivetrain.media.qwen_audio import audio_capabilities
 from drivetrain.media.qwen_vision import vision_capabilities
@@ -111,6 +112,26 @@ def load_arguments(config: EngineConfig) -> dict[str, JsonValue]:
             field="engine_kwargs",
         )
     return {**arguments, **config.engine_kwargs}
+
+
+def check_attention(config: EngineConfig) -> None:
+    """Check that transformers knows the attention implementation.
+
+    Raises:
+        InvalidConfig: It does not. Names with a slash pass: they are kernels of the hub, which the start loads.
+    """
+    name = config.attention_backend
+    if name is None or "/" in name:
+        return
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    known = {"eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()}
+    if name not in known:
+        raise InvalidConfig(
+            f"attention_backend={shown(name)}: transformers has no such attention; it has {', '.join(sorted(known))}, "
+            "and kernels of the hub",
+            field="attention_backend",
+        )
 
 
 def check_deterministic(config: EngineConfig) -> None:

@@ -8,9 +8,7 @@ import torch
 
 from drivetrain.errors import EngineStateError
 from drivetrain.types.weights import (
-    AbortUpdate,
     BeginUpdate,
-    CommitUpdate,
     CommunicatorSpec,
     PrepareUpdate,
     TensorData,
@@ -39,12 +37,6 @@ class Weights:
         self._writer = WeightWriter(self._target)
         self._keep = keep
         self._asleep: list[tuple[torch.UntypedStorage, int, torch.Tensor | None]] = []
-        self.updates = 0
-        """Updates committed so far."""
-        self._torn = False
-        """True from the begin of an update to its commit."""
-        self._broken = False
-        """True if the update that has begun failed."""
 
     @property
     def nbytes(self) -> int:
@@ -69,30 +61,12 @@ class Weights:
         """Take one step of an update other than PrepareUpdate."""
         if isinstance(message, BeginUpdate):
             self._writer.stop()
-            self._torn, self._broken = True, False
-        try:
-            reply = self._receiver.handle(message)
-        except BaseException:
-            self._broken = self._torn
-            raise
-        if isinstance(message, AbortUpdate):
-            self._broken = self._torn
-        if isinstance(message, CommitUpdate):
-            self._torn = False
-            self.updates += 1
-        return reply
+        return self._receiver.handle(message)
 
-    def are_whole(self) -> bool:
-        """Return False while an update is being loaded.
-
-        Raises:
-            EngineStateError: The weights are asleep, or an update of them failed.
-        """
+    def require_awake(self) -> None:
+        """Raise :class:`EngineStateError` if the weights are asleep."""
         if self._asleep:
             raise EngineStateError("the weights are asleep; call wake_up() first", state="asleep")
-        if self._broken:
-            raise EngineStateError("an update failed and left the weights incomplete; push a whole one", state="dirty")
-        return not self._torn
 
     @property
     def groups(self) -> Groups:

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Final, cast
 
 from drivetrain.backend.base import GenerateRequest, ModelInfo, ReadMedium
 from drivetrain.backend.toolkit.folder_pooling import folder_pooling
+from drivetrain.backend.toolkit.folders import made_folder
 from drivetrain.backend.toolkit.model_folder import (
     check_model_folder,
     config_levels,
@@ -427,7 +428,7 @@ class VLLMBackend(WorkerBackend[Collected]):
 
     async def start_profile(self, directory: str) -> None:
         """Start recording the workers with torch's profiler."""
-        await self.ask("start_profile", directory)
+        await self.ask("start_profile", str(await asyncio.to_thread(made_folder, directory, "directory")))
 
     async def stop_profile(self) -> str:
         """Write the trace file, and return its path."""

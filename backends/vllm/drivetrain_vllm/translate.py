@@ -15,6 +15,7 @@ from drivetrain.backend.toolkit.translation import (
     is_plain,
     no_token_allowed,
     non_finite_logits,
+    require_fields_of_a_cpu,
     spreads_experts,
     wants_experts,
     with_engine_kwargs,
@@ -109,6 +110,7 @@ _ON_A_CPU: Final[Mapping[str, object]] = {
     "block_size": 32,
     "distributed_executor_backend": "uni",
 }
+_ATTENTION_ON_A_CPU: Final = ("CPU_ATTN", "CPU_MLA", "AMX_MLA")
 WITH_XGRAMMAR: Final = frozenset({"auto", "xgrammar"})
 """Settings of vLLM by which it may compile a grammar with xgrammar."""
 
@@ -193,8 +195,11 @@ def engine_arguments(
 
     Raises:
         InvalidConfig: ``engine_kwargs`` sets an argument that the configuration has a field for, that the backend
-            relies on, or that would have no effect; or vLLM has no kernel for adapters of this dtype.
+            relies on, or that would have no effect; or a field is for GPUs, and there is none; or vLLM has no kernel
+            for adapters of this dtype.
     """
+    if device == "cpu":
+        require_fields_of_a_cpu(config, "vLLM", _ATTENTION_ON_A_CPU, "kv_cache_memory_bytes")
     served = dtype if config.dtype == "auto" else config.dtype
     if config.enable_lora and device != "cpu" and served == "float32":
         raise InvalidConfig(

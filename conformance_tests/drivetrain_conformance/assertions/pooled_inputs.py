@@ -1,13 +1,17 @@
-"""Inputs of embeddings and rewards: long ones, batches of several forward passes, and that none is kept."""
+"""Inputs of embeddings and rewards: long ones, batches of several forward passes, and calls beside updates."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import Final
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Final, TypeVar
 
 from drivetrain_conformance.assertions.memory_use import check_steady, held_by
+from drivetrain_conformance.assertions.weight_checks import from_disk, load_all
 from drivetrain_conformance.harness.testbench import Bench
 
+_T = TypeVar("_T")
 SHORT_CONTEXT: Final = 128
 """A configured ``context_length`` that is shorter than any model's."""
 _LONGEST: Final = 1000
@@ -16,6 +20,10 @@ _MANY: Final = 12
 """Long inputs of one call, which take more tokens than engines compute at once by default."""
 _BATCH: Final = 64
 _ROUNDS: Final = 2
+_UPDATES: Final = 4
+"""Updates of which each is made while inputs are embedded or scored."""
+_BOUND: Final = 120.0
+"""Timeout, in seconds, of a call that waits for an update."""
 _ROOM: Final = 64 * 1024
 """Bytes by which memory may grow with one batch: allocator overhead. Its vectors take some hundred thousand."""
 
@@ -44,3 +52,41 @@ async def check_inputs_leave_nothing(bench: Bench, pool: Callable[[list[list[int
     await held_after_some()  # the first round fills caches
     room = {"bytes of memory": _ROUNDS * _ROOM, "threads": 1, "descriptors": 1}
     await check_steady(held_after_some, room, f"{_ROUNDS * _BATCH} inputs that were embedded or scored")
+
+
+async def check_one_version(
+    bench: Bench,
+    pool: Callable[[list[list[int]]], Awaitable[list[_T]]],
+    expect: Callable[[list[list[int]], Path], list[_T]],
+    off: Callable[[list[_T], list[_T]], str],
+    checkpoints: Sequence[tuple[Path, Path]],
+) -> None:
+    """Raise unless a call has numbers of one weight version, also if an update lands while it is under way.
+
+    Args:
+        bench: The bench, whose engine serves the first model.
+        pool: Embeds or scores inputs.
+        expect: Computes the numbers of inputs by a model.
+        off: Says how numbers differ from those that were expected; "" if they do not.
+        checkpoints: Two models, each as the folder of the model and the folder to load it from.
+    """
+    engine, inputs = bench.engine, [bench.prompt(length) for length in many_lengths(bench)]
+    expected, times = [expect(inputs, model) for model, _ in checkpoints], 1
+    for number in range(_UPDATES):
+        _, folder = checkpoints[1 - number % 2]
+        calling = asyncio.ensure_future(pool(times * inputs))
+        await engine.load_weights_from_disk(str(folder), f"while-{number}")
+        was_late = calling.done()
+        async with asyncio.timeout(_BOUND):
+            numbers = await calling
+        wrong = [off(numbers, times * of_model) for of_model in expected]
+        assert not all(wrong), f"numbers of one call are of several weight versions: {wrong[0]}; {wrong[1]}"
+        if was_late:  # the engine is so fast that the call had ended before the update
+            times *= 2
+    async with engine.weight_update(from_disk(checkpoints[1][1], "open")) as update:
+        calling = asyncio.ensure_future(pool(inputs[:2]))
+        await asyncio.sleep(0.05)
+        await load_all(update)
+    async with asyncio.timeout(_BOUND):
+        wrong_after = off(await calling, expected[1][:2])
+    assert not wrong_after, f"a call in the middle of an update has numbers of other weights: {wrong_after}"

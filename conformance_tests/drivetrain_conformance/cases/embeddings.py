@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -17,6 +18,7 @@ from drivetrain.types.prompts import PromptLike, TextPrompt, TokenPrompt
 from drivetrain_conformance.assertions.pooled_inputs import (
     SHORT_CONTEXT,
     check_inputs_leave_nothing,
+    check_one_version,
     longest_input,
     many_lengths,
 )
@@ -36,8 +38,8 @@ _ROUNDING: Final = 2e-5
 async def each_prompt_has_a_vector(bench: Bench) -> None:
     """Each prompt's vector has the direction of its last token's state in the last layer, in the order of the prompts.
 
-    This holds for models whose folder names no other pooling. After an update it holds for the new weights. A long
-    prompt is not cut off.
+    This holds for models whose folder names no other pooling. After an update it holds for the new weights, and a call
+    during an update has vectors of one version. A long prompt is not cut off.
     """
     prompts = [bench.prompt(length) for length in (1, 6, longest_input(bench), 40)]
     vectors = np.array(await bench.engine.encode(prompts))
@@ -52,6 +54,10 @@ async def each_prompt_has_a_vector(bench: Bench) -> None:
             _assert_states(bench, np.array(await bench.engine.encode(prompts)), prompts, model)
     backwards = np.array(await bench.engine.encode(prompts[::-1]))
     _assert_near(bench, backwards[::-1], vectors)
+    if bench.claims(Capability.WEIGHTS_DISK):
+        checkpoints = [(model, await _without_head(bench, model)) for model in (bench.model, bench.other_weights())]
+        expect, off = partial(_vectors_of, bench), partial(_difference, bench)
+        await check_one_version(bench, bench.engine.encode, expect, off, checkpoints)
 
 
 @case(Capability.EMBED, config=_CONFIG, own_engine=True)
@@ -204,14 +210,24 @@ async def _without_head(bench: Bench, model: Path) -> Path:
 
 def _assert_states(bench: Bench, vectors: NDArray[np.float64], prompts: Sequence[list[int]], model: Path) -> None:
     """Assert that vectors have the direction of the prompts' last-token states, computed by the oracle."""
-    states = np.array([rows[-1] for rows in _states_of(bench, prompts, model)])
-    cosines = (_directions(vectors) * _directions(states)).sum(axis=1)
-    assert cosines.min() > 1 - bench.tolerance(), (
-        f"cosines with the last tokens' states are {cosines.round(4).tolist()}"
-    )
-    if bench.engine.model_info.dtype == "float32":
-        off = float(np.abs(_directions(vectors) - _directions(states)).max())
-        assert off <= _ROUNDING, f"a number is {off:.3g} off the last tokens' states; {_ROUNDING:g} is allowed"
+    difference = _difference(bench, vectors.tolist(), _vectors_of(bench, prompts, model))
+    assert not difference, difference
+
+
+def _vectors_of(bench: Bench, prompts: Sequence[list[int]], model: Path) -> list[list[float]]:
+    return [list(map(float, rows[-1])) for rows in _states_of(bench, prompts, model)]
+
+
+def _difference(bench: Bench, vectors: list[list[float]], states: list[list[float]]) -> str:
+    """Say how the directions of vectors differ from those of the last tokens' states; "" if they do not."""
+    found, expected = _directions(np.array(vectors)), _directions(np.array(states))
+    cosines = (found * expected).sum(axis=1)
+    if not cosines.min() > 1 - bench.tolerance():
+        return f"cosines with the last tokens' states are {cosines.round(4).tolist()}"
+    off = float(np.abs(found - expected).max())
+    if bench.engine.model_info.dtype == "float32" and off > _ROUNDING:
+        return f"a number is {off:.3g} off the last tokens' states; {_ROUNDING:g} is allowed"
+    return ""
 
 
 def _states_of(bench: Bench, prompts: Sequence[list[int]], model: Path) -> list[Logits]:

@@ -19,12 +19,14 @@ from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Final
 
+import numpy as np
 import psutil
 from safetensors.torch import load_file, save_file
 
 from drivetrain.backend.base import EngineStats
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.engine.states import EngineState
+from drivetrain.engine.validation import MODE_CAPABILITY
 from drivetrain.engine.weight_transfers import WeightTransferHandle
 from drivetrain.errors import (
     DeadlineExceeded,
@@ -112,6 +114,7 @@ async def a_life(bench: Bench) -> None:
         await _check_long_prompt(bench, engine)
         await _check_prompts_of_a_step(bench, engine)
         await _check_stop_string(bench, engine)
+        await _check_logprobs_mode(bench, engine)
         await _check_requests_at_once(bench, engine)
         if engine.supports(Capability.LORA):
             adapter = make_adapter(bench.model, bench.folder("adapter"), seed=1)
@@ -164,6 +167,7 @@ _SETTINGS: Final[Mapping[str, object]] = {
     "max_num_seqs": _MOST,
     "dtype": "bfloat16",
     "enable_lora": True,
+    "logprobs_mode": "raw",
 }
 
 
@@ -270,6 +274,24 @@ async def _check_stop_string(bench: Bench, engine: InferenceEngine) -> None:
         f"with tokenizer={engine.config.tokenizer}, the stop string {stop!r} did not end the tokens "
         f"{completion.token_ids}, whose text is {engine.decode(completion.token_ids)!r}"
     )
+
+
+async def _check_logprobs_mode(bench: Bench, engine: InferenceEngine) -> None:
+    """Check that a request that names no logprobs mode has logprobs of the configuration's."""
+    mode = engine.config.logprobs_mode
+    if not engine.supports(MODE_CAPABILITY[mode]):
+        return
+    prompt = bench.prompt(engine=engine)
+    asked = {"max_new_tokens": 4, "temperature": 0.5, "top_k": 1, "logprobs": 0}
+    (unnamed,) = (await engine.generate(prompt, asked)).completions
+    (named,) = (await engine.generate(prompt, {**asked, "logprobs_mode": mode})).completions
+    assert unnamed.logprobs_mode is mode, (
+        f"logprobs_mode={mode.value!r} was configured, and logprobs are {unnamed.logprobs_mode}"
+    )
+    assert unnamed.logprobs is not None
+    assert named.logprobs is not None
+    off = np.abs(np.subtract(unnamed.logprobs, named.logprobs)).max()
+    assert off <= bench.tolerance(engine), f"a logprob is {off:.3g} nats from that of a request that names the mode"
 
 
 async def _check_first_version(engine: InferenceEngine, completion: Completion) -> None:
@@ -621,8 +643,13 @@ async def closing_never_hangs(bench: Bench) -> None:
 
 @case(Capability.PROFILE)
 async def a_profile_is_a_trace_that_a_viewer_opens(bench: Bench) -> None:
-    """A profile leaves a trace file with events in the given folder, and can be recorded again."""
+    """A profile leaves a trace file with events in the given folder, and can be recorded again.
+
+    A place where no folder can be made is refused at once.
+    """
     engine = bench.engine
+    with refused(InvalidRequest, field="directory"):
+        await engine.start_profile("/dev/null/nowhere")
     prompts = bench.prompts(2)
     before = await bench.greedy(prompts)
     paths: set[Path] = set()

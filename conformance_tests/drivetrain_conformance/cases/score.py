@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -12,6 +13,7 @@ from drivetrain.types.capability import Capability
 from drivetrain_conformance.assertions.pooled_inputs import (
     SHORT_CONTEXT,
     check_inputs_leave_nothing,
+    check_one_version,
     longest_input,
     many_lengths,
 )
@@ -28,7 +30,7 @@ async def scores_are_the_models(bench: Bench) -> None:
     """Each score equals that of a forward pass of the classifier over input and output, also after an update.
 
     It is that of the last token, whatever its id: padding and EOS ids count as any other. A long sequence is not cut
-    off.
+    off. A call during an update has scores of one version of the weights.
     """
     inputs = [bench.prompt(length) for length in (1, 6, longest_input(bench) - 30, 20, 4, 4)]
     specials = {getattr(bench.engine.tokenizer.inner, f"{name}_token_id", None) for name in ("pad", "eos")}
@@ -41,6 +43,9 @@ async def scores_are_the_models(bench: Bench) -> None:
     if bench.claims(Capability.WEIGHTS_DISK):
         await bench.engine.load_weights_from_disk(str(bench.other_weights()), "other")
         _assert_near(bench, await bench.engine.score(inputs, outputs), _forward(bench.other_weights(), sequences))
+        await bench.engine.load_weights_from_disk(str(bench.model), "back")
+        checkpoints = [(folder, folder) for folder in (bench.model, bench.other_weights())]
+        await check_one_version(bench, partial(_score_wholes, bench), _expected, partial(_far, bench), checkpoints)
 
 
 @case(Capability.REWARD_SCORE, model=ModelKind.REWARD, config=_CONFIG)
@@ -55,11 +60,7 @@ async def a_batch_changes_no_score(bench: Bench) -> None:
         alone = [(await bench.engine.score([one], [other]))[0] for one, other in zip(inputs, outputs, strict=True)]
         _assert_near(bench, await bench.engine.score(inputs, outputs), alone)
         _assert_near(bench, (await bench.engine.score(inputs[::-1], outputs[::-1]))[::-1], alone)
-
-    async def score(sequences: list[list[int]]) -> list[float]:
-        return await bench.engine.score([ids[:-1] for ids in sequences], [ids[-1:] for ids in sequences])
-
-    await check_inputs_leave_nothing(bench, score)
+    await check_inputs_leave_nothing(bench, partial(_score_wholes, bench))
 
 
 @case(Capability.REWARD_SCORE, model=ModelKind.REWARD, config=_CONFIG)
@@ -116,6 +117,10 @@ async def a_generating_engine_does_not_score(bench: Bench) -> None:
     assert (await bench.greedy([bench.prompt()]))[0].token_ids
 
 
+async def _score_wholes(bench: Bench, sequences: list[list[int]]) -> list[float]:
+    return await bench.engine.score([ids[:-1] for ids in sequences], [ids[-1:] for ids in sequences])
+
+
 async def _score_of(bench: Bench, sequence: list[int]) -> float:
     (score,) = await bench.engine.score([sequence[:1]], [sequence[1:]])
     return score
@@ -134,8 +139,18 @@ def _forward(folder: Path, sequences: Sequence[list[int]]) -> list[float]:
         return [float(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, 0]) for ids in sequences]
 
 
+def _expected(sequences: Sequence[list[int]], folder: Path) -> list[float]:
+    return _forward(folder, sequences)
+
+
 def _assert_near(bench: Bench, found: Sequence[float], expected: Sequence[float]) -> None:
+    difference = _far(bench, found, expected)
+    assert not difference, difference
+
+
+def _far(bench: Bench, found: Sequence[float], expected: Sequence[float]) -> str:
+    """Say how scores differ from the expected ones; "" if they do not."""
     assert len(found) == len(expected)
     worst = max(abs(one - other) for one, other in zip(found, expected, strict=True))
     allowed = bench.tolerance() * max(1.0, *(abs(score) for score in expected))
-    assert worst <= allowed, f"scores {found} are up to {worst:.3g} off {expected}"
+    return "" if worst <= allowed else f"scores {found} are up to {worst:.3g} off {expected}"

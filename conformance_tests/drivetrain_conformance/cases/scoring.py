@@ -13,8 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drivetrain.types.capability import Capability
+from drivetrain.types.modes import PauseMode
 from drivetrain.types.outputs import Completion, FinishReason
 from drivetrain.types.token_scores import TokenScores
+from drivetrain_conformance.assertions.pooled_inputs import many_lengths
 from drivetrain_conformance.assertions.same_answers import check_greedy
 from drivetrain_conformance.assets.made_adapters import make_adapter, merge
 from drivetrain_conformance.harness.case import case
@@ -28,6 +30,8 @@ _WHOLE_CONTEXT: Final = 4096
 """Longest context that is filled to its end."""
 _BOUND: Final = 120.0
 """Timeout, in seconds, for requests beside each other."""
+_UPDATES: Final = 3
+"""Updates of which each is made while sequences are scored."""
 
 
 @dataclass(slots=True)
@@ -297,11 +301,29 @@ async def sequences_of_many_chunks_are_scored_whole(bench: Bench) -> None:
 
 @case(*_NEEDS, Capability.WEIGHTS_DISK, changes_weights=True)
 async def scores_are_of_the_weights_that_are_served(bench: Bench) -> None:
-    """After a weight update, scores are those of the new weights, also of sequences that were scored before."""
-    sequences = [bench.prompt(length) for length in (7, 40)]
+    """After a weight update, scores are those of the new weights, also of sequences that were scored before.
+
+    Scores of a call during an update are those of the version that each completion names.
+    """
+    engine, sequences = bench.engine, [bench.prompt(length) for length in (7, 40)]
     await _Call(bench, sequences, top_k=2).check()
-    await bench.engine.load_weights_from_disk(str(bench.other_weights()), "other")
+    await engine.load_weights_from_disk(str(bench.other_weights()), "other")
     await _Call(bench, sequences, top_k=2, model=bench.other_weights()).check()
+    mode = PauseMode.RETRACT if bench.claims(Capability.WEIGHT_UPDATE_IN_FLIGHT_RETRACT) else PauseMode.WAIT
+    models = {"other": bench.other_weights()}
+    for number in range(_UPDATES):
+        asked = [bench.prompt(length) for length in 2 * many_lengths(bench)]
+        version, model = f"while-{number}", (bench.model, bench.other_weights())[number % 2]
+        models[version] = model
+        scoring = asyncio.create_task(engine.compute_logprobs(asked, last_n=2))
+        await engine.load_weights_from_disk(str(model), version, mode=mode)
+        async with asyncio.timeout(_BOUND):
+            completions = (await scoring).completions
+        for completion in completions:
+            named, own = completion.weight_version, np.array(completion.prompt_token_ids[-2:])[:, None]
+            assert named in models, f"a sequence was scored, and its weight version is {named!r}"
+            reference = _Reference(bench, completion.prompt_token_ids, 1.0, 2, models[named])
+            reference.check(f"its own token by {named!r}", own, _scores(completion).token_logprobs[:, None])
 
 
 @case(*_NEEDS, Capability.LORA, config=_ADAPTERS)

@@ -15,7 +15,7 @@ from drivetrain.types.capability import Capability
 from drivetrain.types.config import EngineConfig, Task
 from drivetrain.types.weights import CommitUpdate, WeightManifest, WeightMessage, WeightReply
 from drivetrain_conformance.mutants.registry import mixed, mutant, spoiled_backend
-from drivetrain_conformance.mutants.spoil import CorrectBackend, config_mutant
+from drivetrain_conformance.mutants.spoil import CorrectBackend, arguments_mutant, config_mutant
 from drivetrain_weight_sync.tensors.dtypes import nbytes_of
 
 # Settings ------------------------------------------------------------------------------------------------------------
@@ -182,6 +182,12 @@ class says_that_others_wait(CorrectBackend):
         stats = await super().stats()
         running = min(stats.running, self._most or stats.running)
         return dataclasses.replace(stats, running=running, waiting=stats.waiting + stats.running - running)
+
+
+@arguments_mutant("lifecycle/a_life", says="logprobs_mode='raw' was configured, and logprobs are")
+def drops_the_logprobs_mode(params: Mapping[str, object]) -> Mapping[str, object]:
+    """Requests that name no logprobs mode get logprobs of the temperature, whatever the configuration says."""
+    return {"logprobs_mode": "temperature", **params} if "logprobs" in params else params
 
 
 @config_mutant("lifecycle/a_life", says="the stop string")

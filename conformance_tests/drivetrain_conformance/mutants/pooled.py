@@ -10,6 +10,7 @@ from typing import TypeVar
 import numpy as np
 
 from drivetrain.backend.base import Backend
+from drivetrain.engine.pooling import Pooling
 from drivetrain.types.config import EngineConfig, Task
 from drivetrain_conformance.assets.served_models import copy_model
 from drivetrain_conformance.mutants.registry import mixed, mutant, spoiled_backend
@@ -83,6 +84,22 @@ class returns_scores_pass_by_pass(CorrectBackend):
 
     async def reward_score(self, sequences: list[list[int]]) -> list[float]:
         return _by_pass(sequences, await super().reward_score(sequences))
+
+
+@mutant("embeddings/each_prompt_has_a_vector", says=("of several weight versions", "in the middle of an update"))
+class embeds_while_weights_change(Pooling):
+    """A call during an update has vectors of both versions, or of half an update."""
+
+    async def embed(self, prompts: list[list[int]], dimensions: int | None) -> list[list[float]]:
+        return await self.backend.embed(prompts, dimensions)
+
+
+@mutant("score/scores_are_the_models", says=("of several weight versions", "in the middle of an update"))
+class scores_while_weights_change(Pooling):
+    """A call during an update has scores of both versions, or of half an update."""
+
+    async def reward_score(self, sequences: list[list[int]]) -> list[float]:
+        return await self.backend.reward_score(sequences)
 
 
 @mutant("embeddings/each_prompt_has_a_vector", says="off the last tokens' states")

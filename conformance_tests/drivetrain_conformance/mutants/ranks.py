@@ -134,3 +134,29 @@ def serves_an_adapter_on_one_rank_alone(worker: Any, name: str, proceed: Proceed
             for tensor in adapter.tensors.values():
                 tensor.zero_()
     return result
+
+
+@spoiled_rank(
+    caught_by="parallel/every_rank_gives_its_memory_back",
+    says="the ranks differ after sleep",
+    needs=Capability.TENSOR_PARALLEL,
+)
+def stays_awake_on_one_rank(worker: Any, name: str, proceed: Proceed) -> Any:
+    """One rank takes no notice of sleep."""
+    if name != "sleep":
+        return proceed()
+    _ = worker.receiver  # all ranks have to make it together, and sleep is the first to need it
+    return None
+
+
+@spoiled_rank(
+    caught_by="parallel/an_update_reaches_every_rank",
+    says="the ranks differ after",
+    needs=Capability.TENSOR_PARALLEL,
+)
+def commits_another_version_on_one_rank(worker: Any, name: str, proceed: Proceed) -> Any:
+    """One rank commits an update as another version."""
+    result = proceed()
+    if name in _LAST_OF_UPDATES:
+        worker.committed = "another"
+    return result

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
 from drivetrain.backend.base import GenerateRequest, GenerateResult
+from drivetrain.engine.engine import InferenceEngine
 from drivetrain.types.config import EngineConfig
+from drivetrain.types.outputs import GenerationOutput, VersionSpan
 from drivetrain.types.token_scores import Scoring, TokenScores
 from drivetrain_conformance.mutants.registry import mutant
 from drivetrain_conformance.mutants.spoil import CorrectBackend, request_mutant, result_mutant
@@ -105,45 +108,22 @@ class loses_the_positions_of_cached_prefixes(CorrectBackend):
         return dataclasses.replace(result, scores=TokenScores.pack(left, scores.token_logprobs[16:]))
 
 
-@mutant("scoring/scores_are_of_the_weights_that_are_served", says="the logprob of its own token")
-class remembers_scores(CorrectBackend):
-    """The logprobs of a sequence's own tokens are computed once, and given again after a weight update."""
-
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._known: dict[tuple[object, ...], bytes] = {}
-
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
-        result, scoring = await super().generate(request), request.scoring
-        if scoring is None or result.scores is None:
-            return result
-        key = (request.lora, scoring.positions, scoring.temperature, *request.prompt_token_ids)
-        tokens = self._known.setdefault(key, result.scores.packed_tokens)
-        return dataclasses.replace(result, scores=dataclasses.replace(result.scores, packed_tokens=tokens))
+def _labelled(output: GenerationOutput, *spans: VersionSpan) -> GenerationOutput:
+    return GenerationOutput([dataclasses.replace(one, weight_versions=spans) for one in output.completions])
 
 
-@request_mutant("scoring/scores_are_of_the_adapter", says="the logprob of its own token")
-def scores_without_the_adapter(request: GenerateRequest) -> GenerateRequest:
-    """Scores are those of the base model, whatever adapter was named."""
-    return request if request.scoring is None else dataclasses.replace(request, lora=None)
+@mutant("scoring/scores_are_of_the_weights_that_are_served", says="the logprob of its own token by")
+class names_the_version_at_the_end_of_the_call(InferenceEngine):
+    """All sequences of a call name the version that is served when it ends, whatever version scored them."""
+
+    async def compute_logprobs(self, sequences: Any, **arguments: Any) -> GenerationOutput:
+        output = await super().compute_logprobs(sequences, **arguments)
+        return _labelled(output, VersionSpan(self.get_weight_version(), 0, 0))
 
 
-@mutant("scoring/sequences_of_many_chunks_are_scored_whole", says="the logprob of its own token")
-class forgets_earlier_chunks(CorrectBackend):
-    """The last position of a sequence of several chunks is scored as if the sequence began with its last chunk."""
+@mutant("scoring/scores_are_of_the_weights_that_are_served", says="its weight version is None")
+class names_no_version_of_scores(InferenceEngine):
+    """Scores do not say which weights they are of."""
 
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
-        result, prompt, chunk = (
-            await super().generate(request),
-            request.prompt_token_ids,
-            self.config.max_num_batched_tokens,
-        )
-        if result.scores is None or chunk is None or len(prompt) <= chunk + 1:
-            return result
-        late = dataclasses.replace(
-            request, request_id=f"{request.request_id}-late", prompt_token_ids=prompt[chunk:], scoring=Scoring(1)
-        )
-        other = (await super().generate(late)).scores
-        assert other is not None
-        tokens = result.scores.packed_tokens[:-4] + other.packed_tokens
-        return dataclasses.replace(result, scores=dataclasses.replace(result.scores, packed_tokens=tokens))
+    async def compute_logprobs(self, sequences: Any, **arguments: Any) -> GenerationOutput:
+        return _labelled(await super().compute_logprobs(sequences, **arguments))

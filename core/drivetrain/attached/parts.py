@@ -6,10 +6,12 @@ import asyncio
 import os
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import cast
 
 from drivetrain.attached.backend import AttachedBackend
 from drivetrain.backend.base import GenerateRequest
+from drivetrain.backend.toolkit.daemon_thread import in_daemon_thread
 from drivetrain.backend.toolkit.deadlines import deadline
 from drivetrain.engine.adapters import Adapters
 from drivetrain.engine.communicators import Communicators
@@ -89,7 +91,7 @@ class AttachedModel(StartedModel):
         report("loading the tokenizer")
         config = self.controller.config
         if is_here(config):
-            tokenizer = await asyncio.to_thread(Tokenizer.load, config)
+            tokenizer = await in_daemon_thread(partial(Tokenizer.load, config), "drivetrain-tokenizer")
         else:
             async with deadline(config.timeouts.control, "the engine's owner to send the tokenizer"):
                 files = cast("dict[str, bytes]", await self.backend.call("tokenizer_files"))

@@ -534,7 +534,8 @@ class Backend(ABC):
         If the model's folder names no pooling, the embedding is the last token's state of the last layer, after the
         final norm.
 
-        State: READY, PAUSED or UPDATING: a pause does not hold these calls.
+        State: called in READY or PAUSED: a pause does not hold these calls. A call may still run when an update begins;
+        ``InferenceEngine`` then drops its answer or error, and calls again after the update.
         """
         raise self._unsupported(Capability.EMBED)
 

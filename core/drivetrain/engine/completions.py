@@ -33,6 +33,17 @@ def aborted_before_start(sample: Sample) -> GenerateResult:
     )
 
 
+def is_unlabelled_score(sample: Sample, result: GenerateResult) -> bool:
+    """Return whether a prompt was only scored, and nothing says by which weights."""
+    scored = sample.request.max_new_tokens == 0 and result.finish_reason is not FinishReason.ABORT
+    return scored and not result.weight_versions
+
+
+def labelled_score(result: GenerateResult, version: str) -> GenerateResult:
+    """Let the result of a prompt that was only scored say which weights read it: it has no token that could."""
+    return replace(result, weight_versions=[VersionSpan(version, 0, 0)])
+
+
 def to_completion(sample: Sample, result: GenerateResult, tokenizer: Tokenizer) -> Completion:
     """Check a result, cut it at its first stop match, and return it as a completion.
 
@@ -192,6 +203,8 @@ def _check_aligned(request: GenerateRequest, result: GenerateResult) -> None:
         raise EngineInternalError(
             f"request {request.request_id}: the engine returned {count} ids and a text of {found.token_count} of them"
         )
+    if count == 0 and [(span.start, span.end) for span in result.weight_versions] == [(0, 0)]:
+        return
     at = 0
     for span in result.weight_versions:
         if span.start != at or span.end <= span.start:

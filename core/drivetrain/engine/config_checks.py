@@ -15,7 +15,16 @@ from drivetrain.types.config import EngineConfig, Task
 
 
 def check_folders(config: EngineConfig) -> None:
-    """Raise :class:`InvalidConfig` for a model or tokenizer that looks like a folder and does not exist."""
+    """Raise :class:`InvalidConfig` for a model or tokenizer that looks like a folder and does not exist.
+
+    A revision of a folder's model is refused too.
+    """
+    if config.revision is not None and _is_folder("model", config.model):
+        raise InvalidConfig(
+            f"revision={shown(config.revision)}: model={shown(config.model)} is a folder, and only a model of the hub "
+            "has revisions; leave it out",
+            field="revision",
+        )
     for field, value in (("model", config.model), ("tokenizer", config.tokenizer)):
         if value is None or _is_folder(field, value):
             continue

@@ -16,8 +16,10 @@ from types import TracebackType
 from typing import Self
 
 from drivetrain.backend.base import Backend
+from drivetrain.backend.toolkit.daemon_thread import in_daemon_thread
 from drivetrain.backend.toolkit.deadlines import deadline
 from drivetrain.backend.toolkit.stall_watch import ended
+from drivetrain.checks.safe_repr import shown
 from drivetrain.engine.api.conveniences import Conveniences, WeightIntegrity
 from drivetrain.engine.api.description import EngineDescription
 from drivetrain.engine.api.lora import LoraCalls
@@ -57,6 +59,8 @@ class InferenceEngine(Conveniences, OpenAICalls, SessionCalls, LoraCalls, Sharin
         self.capabilities = capabilities
         self.isolation = isolation
         self.versions = versions
+        self.capabilities_by_files: Callable[[], frozenset[Capability]] | None = None
+        """Fetches a hub model's configuration and returns the capabilities with it; None if the model is a folder."""
         self.parts = PartKinds().build(config, backend, capabilities)
         self._instance = secrets.token_hex(8)
         self._backend_closed = False
@@ -82,7 +86,11 @@ class InferenceEngine(Conveniences, OpenAICalls, SessionCalls, LoraCalls, Sharin
         try:
             # A host process keeps the deadline itself and quotes its last log lines, so it may report first.
             grace = 0.0 if self.isolation is Isolation.INLINE else self.config.timeouts.close
-            async with deadline(self.config.timeouts.start + grace, f"the {self.config.backend} engine to start"):
+            waited_for = f"the {self.config.backend} engine to start with the model {shown(self.config.model)}"
+            if self.config.tokenizer is not None:
+                waited_for += f" and the tokenizer {shown(self.config.tokenizer)}"
+            async with deadline(self.config.timeouts.start + grace, waited_for):
+                await self._fetch_configuration(report)
                 await model.start(report)
         except BaseException as error:
             said = self.config.redacted(str(error))
@@ -100,6 +108,13 @@ class InferenceEngine(Conveniences, OpenAICalls, SessionCalls, LoraCalls, Sharin
         controller.started()
         self.parts.sharing.make_listener = lambda: EngineListener(self.parts, self._facts)
         self._death_watch = asyncio.create_task(self._watch_for_death())
+
+    async def _fetch_configuration(self, report: Callable[[str], None]) -> None:
+        if self.capabilities_by_files is not None:
+            report("fetching the model's configuration")
+            async with deadline(self.config.timeouts.start, f"the hub's files of {shown(self.config.model)}"):
+                known = await in_daemon_thread(self.capabilities_by_files, "drivetrain-fetches")
+            self.capabilities = self.parts.controller.capabilities = known
 
     async def teardown(self) -> None:
         """Stop the engine and leave nothing behind; idempotent. Requests in flight come back aborted.

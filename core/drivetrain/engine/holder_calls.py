@@ -263,13 +263,11 @@ class HolderCalls(SharedEngine):
 
     async def embed(self, prompts: list[list[int]], dimensions: int | None) -> list[list[float]]:
         self.parts.controller.require("encode()", Capability.EMBED)
-        self.parts.controller.require_admission("encode()")
-        return await self.parts.backend.embed(prompts, dimensions)
+        return await self.parts.pooling.embed(prompts, dimensions)
 
     async def reward_score(self, sequences: list[list[int]]) -> list[float]:
         self.parts.controller.require("score()", Capability.REWARD_SCORE)
-        self.parts.controller.require_admission("score()")
-        return await self.parts.backend.reward_score(sequences)
+        return await self.parts.pooling.reward_score(sequences)
 
     # Diagnostics -------------------------------------------------------------------------------------------------
 

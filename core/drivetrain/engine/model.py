@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from drivetrain.backend.base import Backend, ModelInfo
+from drivetrain.backend.toolkit.daemon_thread import in_daemon_thread
+from drivetrain.backend.toolkit.deadlines import deadline
 from drivetrain.backend.toolkit.translation import eos_token_ids
+from drivetrain.checks.safe_repr import shown
 from drivetrain.engine.controller import Controller
 from drivetrain.engine.request_builder import RequestBuilder
 from drivetrain.errors import InvalidRequest
@@ -28,7 +31,9 @@ class StartedModel:
     async def start(self, report: Callable[[str], None]) -> None:
         """Load the tokenizer and start the backend."""
         report("loading the tokenizer")
-        tokenizer = await asyncio.to_thread(Tokenizer.load, self.controller.config)
+        config = self.controller.config
+        async with deadline(config.timeouts.start, f"the tokenizer {shown(config.tokenizer or config.model)}"):
+            tokenizer = await in_daemon_thread(partial(Tokenizer.load, config), "drivetrain-tokenizer")
         self.take(tokenizer, await self.backend.start(report))
 
     def take(self, tokenizer: Tokenizer, info: ModelInfo) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import nullcontext
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import asynccontextmanager, nullcontext
 
 from drivetrain.backend.base import Backend
 from drivetrain.backend.toolkit.deadlines import deadline
@@ -11,7 +11,7 @@ from drivetrain.engine.controller import Controller
 from drivetrain.engine.requests_in_flight import RequestsInFlight
 from drivetrain.engine.states import EngineStatus
 from drivetrain.engine.validation import check_seconds
-from drivetrain.errors import DeadlineExceeded, EngineBusy, EngineStateError, InvalidRequest
+from drivetrain.errors import DeadlineExceeded, EngineBusy, EngineInternalError, EngineStateError, InvalidRequest
 from drivetrain.types.capability import Capability
 from drivetrain.types.modes import MemoryTag, PauseMode
 
@@ -129,7 +129,7 @@ class PauseAndSleep:
                 after = controller.status.sleep(chosen, keeps_weights=keeps)
                 new = chosen - controller.status.asleep
                 if new:
-                    async with deadline(seconds, "the engine to fall asleep"):
+                    async with self._failing(), deadline(seconds, "the engine to fall asleep"):
                         await self.backend.sleep(new)
                 controller.move_to(after)
 
@@ -166,10 +166,19 @@ class PauseAndSleep:
             after = self.controller.status.wake(chosen)
             waking = chosen & self.controller.status.asleep
             if waking:
-                async with deadline(seconds, "the engine to wake up"):
+                async with self._failing(), deadline(seconds, "the engine to wake up"):
                     await self.backend.wake_up(waking)
             await self.unfreeze_if_free(after)
             self.controller.move_to(after)
+
+    @asynccontextmanager
+    async def _failing(self) -> AsyncGenerator[None, None]:
+        """Fail the engine on an internal error within: a part of its memory may be gone, and nobody knows which."""
+        try:
+            yield
+        except EngineInternalError as error:
+            self.controller.fail(str(error))
+            raise
 
     def _chosen(self, tags: Iterable[MemoryTag | str] | None, action: str) -> frozenset[MemoryTag]:
         controller = self.controller

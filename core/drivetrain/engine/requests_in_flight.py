@@ -10,7 +10,13 @@ from typing import TypeVar
 
 from drivetrain.backend.base import Backend, GenerateRequest, GenerateResult, StopKind, TokenDelta
 from drivetrain.checks.limits import SAMPLES_AT_ONCE, SAMPLES_UNDER_WAY, TOKENS_AT_ONCE
-from drivetrain.engine.completions import aborted_before_start, check_sampled_ids, to_completion
+from drivetrain.engine.completions import (
+    aborted_before_start,
+    check_sampled_ids,
+    is_unlabelled_score,
+    labelled_score,
+    to_completion,
+)
 from drivetrain.engine.controller import Controller
 from drivetrain.engine.counts import SampleCounts
 from drivetrain.engine.loaded_adapters import LoadedAdapters
@@ -238,22 +244,35 @@ class RequestsInFlight:
         )
 
     async def _run_once(self, sample: Sample, match_text: bool) -> GenerateResult:
-        if not await self._admitted(sample):
-            return aborted_before_start(sample)
-        if not (match_text and self._must_watch_text(sample)):
+        if match_text and self._must_watch_text(sample):
+            return await self._run_watched(sample)
+        while await self._admitted(sample):
             self._enter(sample)
+            served = self._served()
             try:
                 whole = await self.backend.generate(self._for_backend(sample.request))
                 self.counts.step(TokenDelta([], result=whole))
-                return whole
             except asyncio.CancelledError as error:
                 raise self._lost or error from None
             finally:
                 self._left(sample)
+            if not is_unlabelled_score(sample, whole):
+                return whole
+            if served == self._served():  # else the sequence was read by two versions, and is read again by the new one
+                return labelled_score(whole, self.weights.version)
+        return aborted_before_start(sample)
+
+    async def _run_watched(self, sample: Sample) -> GenerateResult:
+        if not await self._admitted(sample):
+            return aborted_before_start(sample)
         result: GenerateResult | None = None
         async for delta, _ in self._watched(sample):
             result = delta.result
         return _whole(sample, result)
+
+    def _served(self) -> tuple[int, str]:
+        """Return a value that changes with the weights that are served, those of adapters included."""
+        return self.controller.status.updates, self.weights.version
 
     def _for_backend(self, request: GenerateRequest) -> GenerateRequest:
         """Return the request with the backend's current name for its adapter."""
@@ -302,6 +321,7 @@ class RequestsInFlight:
     async def _steps(self, sample: Sample) -> AsyncGenerator[TokenDelta, None]:
         """Yield the backend's steps of a sample that the gate has let through."""
         self._enter(sample)
+        served = self._served()
         counted = 0
         try:
             async with aclosing(self.backend.stream(self._for_backend(sample.request))) as deltas:
@@ -309,6 +329,9 @@ class RequestsInFlight:
                     counted = self.counts.step(delta, counted)
                     if delta.token_ids and delta.result is None:
                         self.require_version(sample.request)
+                    if delta.result is not None and is_unlabelled_score(sample, delta.result):
+                        if served == self._served():
+                            delta = replace(delta, result=labelled_score(delta.result, self.weights.version))
                     yield delta
         except EngineDied as error:
             self.controller.fail(str(error))

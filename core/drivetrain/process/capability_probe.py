@@ -14,6 +14,7 @@ from typing import Final
 import msgspec
 
 from drivetrain.backend.base import Backend, StopKind
+from drivetrain.backend.toolkit.hub_files import noting_missing_files
 from drivetrain.errors import DeadlineExceeded, DrivetrainError, EngineStartError, WireError
 from drivetrain.process.handshake import check_version, drivetrain_version, installed, portable
 from drivetrain.process.host_log import with_end_of_log
@@ -63,6 +64,8 @@ class ProbeResult(msgspec.Struct, frozen=True, kw_only=True):
     """See :attr:`drivetrain.Backend.seen_working`."""
     refusal: DescribedError | None = None
     """Error by which :meth:`drivetrain.Backend.validate` refused the configuration."""
+    missing_files: frozenset[str] = frozenset()
+    """Names of files of a hub model that the backend looked for, and that are not in the hub's cache."""
 
     def require_valid(self) -> None:
         """Raise the error by which the backend refused the configuration, if it did."""
@@ -160,9 +163,11 @@ def _describe(config: EngineConfig) -> ProbeResult:
     backend = load_backend(config.backend)
     engine_version = installed(backend.engine_distribution)
     check_engine_version(backend, engine_version)
+    with noting_missing_files() as missing:
+        capabilities, refusal = backend.capabilities(config), _refusal(backend, config)
     return ProbeResult(
         backend=backend.name,
-        capabilities=backend.capabilities(config),
+        capabilities=capabilities,
         native_stops=backend.native_stops,
         config_names=backend.config_names,
         default_isolation=backend.default_isolation,
@@ -171,7 +176,8 @@ def _describe(config: EngineConfig) -> ProbeResult:
         drivetrain_version=drivetrain_version(),
         python_version=platform.python_version(),
         seen_working=backend.seen_working,
-        refusal=_refusal(backend, config),
+        refusal=refusal,
+        missing_files=frozenset(missing),
     )
 
 

@@ -82,7 +82,7 @@ class WorkerMethods:
         self,
         worker: object,
         payload: bytes,
-        gather: Callable[[Failure | None], list[Failure | None]] | None = None,
+        gather: Callable[[Failure | str], list[Failure | str]] | None = None,
     ) -> bytes:
         """Do :meth:`read` and :meth:`serve`, and encode the answer."""
         try:
@@ -95,15 +95,16 @@ class WorkerMethods:
     def serve(
         worker: object,
         call: WorkerCall,
-        gather: Callable[[Failure | None], list[Failure | None]] | None = None,
+        gather: Callable[[Failure | str], list[Failure | str]] | None = None,
     ) -> Reply | Failure:
         """Call the worker, and return its answer.
 
         Args:
             worker: The object that has the method.
             call: The call.
-            gather: Exchanges failures between ranks that take each call together; all answer with the first one.
-                None: there is one rank.
+            gather: Exchanges, between ranks that take each call together, each rank's failure or what its
+                ``rank_state()`` returns. All answer with the first failure, or fail if their states differ. None: there
+                is one rank.
         """
         answer: Reply | Failure = Reply(call.id, _NOTHING)
         try:
@@ -114,9 +115,13 @@ class WorkerMethods:
         except Exception as error:
             answer = failure(call.id, error)
         if gather is not None:
-            for rank, failed in enumerate(gather(answer if isinstance(answer, Failure) else None)):
-                if failed is not None:
-                    return msgspec.structs.replace(failed, message=f"rank {rank}: {failed.message}")
+            told = gather(answer if isinstance(answer, Failure) else _state_of(worker))
+            for rank, one in enumerate(told):
+                if isinstance(one, Failure):
+                    return msgspec.structs.replace(one, message=f"rank {rank}: {one.message}")
+            if len(set(told)) > 1:
+                states = "; ".join(f"rank {rank}: {state}" for rank, state in enumerate(told))
+                return failure(call.id, EngineInternalError(f"the ranks differ after {call.method.name}: {states}"))
         return answer
 
     @staticmethod
@@ -139,6 +144,11 @@ class WorkerMethods:
         if not isinstance(answer, Reply):
             raise EngineInternalError(f"the worker answered {name} with a {type(answer).__name__}")
         return self._methods[name].result.decode(answer.result)
+
+
+def _state_of(worker: object) -> str:
+    state = getattr(worker, "rank_state", None)
+    return "" if state is None else str(state())
 
 
 def _read_call(payload: bytes) -> Call:

@@ -58,10 +58,11 @@ class Tokenizer:
             MissingDependency: The tokenizer is not a plain ``tokenizer.json``, and transformers is not installed.
         """
         source = config.tokenizer or config.model
+        revision = config.revision if source == config.model else None  # it is one of the model's
         try:
-            inner = None if _has_transformers_5() else _without_transformers(source, config.revision)
+            inner = None if _has_transformers_5() else _without_transformers(source, revision)
             if inner is None:
-                inner = _with_transformers(source, config)
+                inner = _with_transformers(source, revision, trust_remote_code=config.trust_remote_code)
         except MissingDependency:
             raise
         except (OSError, ValueError, KeyError, ImportError) as error:
@@ -171,12 +172,12 @@ def _without_transformers(source: str, revision: str | None) -> InnerTokenizer |
     return TokenizerJson.load(source, revision)
 
 
-def _with_transformers(source: str, config: EngineConfig) -> InnerTokenizer:
+def _with_transformers(source: str, revision: str | None, *, trust_remote_code: bool) -> InnerTokenizer:
     with from_extra("transformers", f"the tokenizer of {source!r}, which is not a tokenizer.json alone,"):
         from transformers import AutoTokenizer
 
     inner: InnerTokenizer = AutoTokenizer.from_pretrained(
-        source, revision=config.revision, trust_remote_code=config.trust_remote_code
+        source, revision=revision, trust_remote_code=trust_remote_code
     )
     if len(inner) <= len(inner.added_tokens_decoder):  # made of the model's type alone, where no file is there
         raise ValueError("it has no vocabulary")

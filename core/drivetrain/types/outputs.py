@@ -108,7 +108,8 @@ class Completion(_TextLater):
     for the most likely. Tokens of equal logprob may have each other's ranks. The first is None. None when not asked
     for, or aborted before the prompt was read."""
     weight_versions: tuple[VersionSpan, ...] = ()
-    """Weight version of each token, as spans in order and without gaps over all of ``token_ids``."""
+    """Weight version of each token, as spans in order and without gaps over all of ``token_ids``. With
+    ``max_new_tokens=0``, and from ``compute_logprobs``, one span without tokens: the version that scored the prompt."""
     cached_tokens: int = 0
     """Number of prompt tokens that were served from the prefix cache."""
     hidden_states: list[list[float]] | None = None
@@ -128,7 +129,7 @@ class Completion(_TextLater):
 
     @property
     def weight_version(self) -> str | None:
-        """The weight version of all tokens; None if there are several versions, or no tokens."""
+        """The weight version of all tokens, or of the scores if no token was asked for; None if there are several."""
         versions = {span.version for span in self.weight_versions}
         return versions.pop() if len(versions) == 1 else None
 

@@ -7,6 +7,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Final
 
+import torch
+
 from drivetrain.backend.registry import load_backend
 from drivetrain.checks.safe_repr import shown
 from drivetrain.errors import InvalidConfig
@@ -106,7 +108,7 @@ def engine_config(
     if rollout.full_determinism:
         fields["deterministic"] = True
     fields |= {ours: value for theirs, ours in _FIELDS.items() if (value := getattr(rollout, theirs)) is not None}
-    fields |= _tuning(rollout, str(own["backend"]))
+    fields |= _tuning(rollout, str(own["backend"]), own.get("device", device))
     return EngineConfig.from_mapping(fields | own)
 
 
@@ -120,9 +122,11 @@ def _own_fields(rollout: RolloutConfig) -> dict[str, object]:
     return dict(given)
 
 
-def _tuning(rollout: RolloutConfig, backend: str) -> dict[str, object]:
+def _tuning(rollout: RolloutConfig, backend: str, device: object) -> dict[str, object]:
     defaults = {field.name: field.default for field in dataclasses.fields(rollout)}
-    honoured = load_backend(backend).config_names
+    honoured = set(load_backend(backend).config_names)
+    if not torch.cuda.is_available() if device is None else str(device).startswith("cpu"):
+        honoured.discard("gpu_memory_utilization")
     given = {name: getattr(rollout, name) for name in _TUNING}
     return {name: value for name, value in given.items() if name in honoured or value != defaults[name]}
 

@@ -68,6 +68,14 @@ class RankWeights(ABC):
         self.adapters: dict[str, HeldAdapter] = {}
         """Adapters that came as tensors, by the path that the engine has for them."""
         self._checks = AdapterChecks()
+        self.committed: str | None = None
+        """Version of the last update that this rank committed."""
+
+    def rank_state(self) -> str:
+        """Describe what every rank must have in common after a call: the memory that sleeps, and the weights."""
+        asleep = ", ".join(sorted(tag.value for tag in self.asleep))
+        weights = "the first weights" if self.committed is None else f"the weights {self.committed!r}"
+        return f"{weights}, asleep: {asleep or 'nothing'}"
 
     @property
     @abstractmethod
@@ -200,7 +208,10 @@ class RankWeights(ABC):
         """Take one step of an update other than PrepareUpdate."""
         if isinstance(message, BeginUpdate):
             self.writer.stop()
-        return self.receiver.handle(message)
+        reply = self.receiver.handle(message)
+        if isinstance(message, CommitUpdate):
+            self.committed = message.version
+        return reply
 
     def begin_weights(self, update: ApplyUpdate) -> WeightReply:
         """Begin a prepared update and load every bucket; on a GPU the copies continue after this returns."""

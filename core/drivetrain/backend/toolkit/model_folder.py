@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
+from drivetrain.backend.toolkit.hub_files import cached_file
 from drivetrain.backend.toolkit.rope_config import require_short_rope
 from drivetrain.backend.toolkit.translation import context_length_of, require_experts
 from drivetrain.checks.safe_repr import shown
@@ -45,13 +46,15 @@ def model_file(config: EngineConfig, name: str) -> Mapping[str, object]:
 
 
 def model_json(config: EngineConfig, name: str) -> object:
-    """Return what a JSON file of the model's folder or hub id holds; None if it is missing or broken."""
-    try:
-        file = Path(config.model).expanduser() / name
-        if not file.parent.is_dir():
-            from huggingface_hub import hf_hub_download
+    """Return what a JSON file of the model's folder or hub id holds; None if it is missing or broken.
 
-            file = Path(hf_hub_download(config.model, name, revision=config.revision))
+    A hub model is looked up in the local cache alone: ``InferenceEngine.start`` fetches the files that were missing.
+    """
+    try:
+        folder = Path(config.model).expanduser()
+        file = folder / name if folder.is_dir() else cached_file(config, name)
+        if file is None:
+            return None
         if not file.is_file():
             return None
         held: object = json.loads(file.read_text(encoding="utf-8"))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
 from drivetrain.backend.base import GenerateRequest
+from drivetrain.checks.safe_repr import shown
 from drivetrain.errors import InvalidConfig, InvalidRequest, NonFiniteLogits, NoTokenAllowed
 from drivetrain.types.config import EngineConfig
 from drivetrain.types.outputs import VersionSpan
@@ -58,6 +59,32 @@ def with_engine_kwargs(
             field="engine_kwargs",
         )
     return {**defaults, **relied_on, **config.engine_kwargs}
+
+
+def require_fields_of_a_cpu(config: EngineConfig, engine: str, attention: Sequence[str], cache_size: str) -> None:
+    """Refuse fields that an engine ignores on a CPU.
+
+    Args:
+        config: The configuration.
+        engine: Name of the engine in errors.
+        attention: Names of the attention implementations that the engine has there.
+        cache_size: The engine's argument that sizes its KV cache there.
+
+    Raises:
+        InvalidConfig: The configuration asks for a share of a GPU's memory, or for another attention implementation.
+    """
+    if config.gpu_memory_utilization is not None:
+        raise InvalidConfig(
+            f"gpu_memory_utilization={config.gpu_memory_utilization:g}: {engine} runs on a CPU here, with a KV cache "
+            f"of fixed size; leave it out, or set engine_kwargs={{'{cache_size}': …}}",
+            field="gpu_memory_utilization",
+        )
+    if config.attention_backend is not None and config.attention_backend not in attention:
+        raise InvalidConfig(
+            f"attention_backend={shown(config.attention_backend)}: on a CPU {engine} has {', '.join(attention)}; leave "
+            "it out, or name one of them",
+            field="attention_backend",
+        )
 
 
 def spreads_experts(config: EngineConfig) -> bool:

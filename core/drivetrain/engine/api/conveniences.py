@@ -98,6 +98,9 @@ class Conveniences(DescriptionCalls, GenerationCalls, ControlCalls, WeightCalls,
         distribution over the tokens that could stand in its place. The sequence's first token has none: its row holds
         NaN.
 
+        Each sequence is scored by one version of the weights, which its completion's ``weight_version`` names. If an
+        update lands during the call, sequences of one call may have different versions.
+
         Args:
             sequences: Token ids of each sequence.
             at: For each sequence, token ids to score at each position: integers of shape (tokens, K), or (n, K) with

@@ -16,7 +16,10 @@ class PoolingCalls(Page):
     async def encode(
         self, prompts: PromptLike | Sequence[PromptLike], *, dimensions: int | None = None
     ) -> list[list[float]]:
-        """Return one embedding per prompt.
+        """Return one embedding per prompt, all of one version of the weights.
+
+        A call waits for a weight update to end. If an update lands while the call is under way, all its prompts are
+        embedded again, with the new weights. A pause does not hold it.
 
         Args:
             prompts: As for :meth:`generate`.
@@ -31,5 +34,8 @@ class PoolingCalls(Page):
 
     @checked
     async def score(self, input_ids: Sequence[Sequence[int]], output_ids: Sequence[Sequence[int]]) -> list[float]:
-        """Return a reward model's score of each output after its input."""
+        """Return a reward model's score of each output after its input, all of one version of the weights.
+
+        Updates are treated as in :meth:`encode`.
+        """
         return await self.parts.pooling.score(input_ids, output_ids)
