@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -335,6 +335,59 @@ def takes_seeds_as_floats(request: GenerateRequest) -> GenerateRequest:
 def passes_on_a_few_biases(request: GenerateRequest) -> Mapping[str, object]:
     """Only the first 32 tokens of a logit_bias are passed on."""
     return {"logit_bias": dict([*request.params.logit_bias.items()][:32])}
+
+
+@params_mutant("sampling/greedy_follows_the_logit_bias", says="below the best after penalties and bias")
+def passes_on_a_hundred_biases(request: GenerateRequest) -> Mapping[str, object]:
+    """Only the first 100 tokens of a logit_bias are passed on."""
+    return {"logit_bias": dict([*request.params.logit_bias.items()][:100])}
+
+
+@mutant("sessions/a_prompt_is_found_again", says="nats below")
+class penalises_no_cached_prompt(CorrectBackend):
+    """A repetition penalty has no effect if the prompt is cached."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._cached: set[tuple[int, ...]] = set()
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        prompt = tuple(request.prompt_token_ids)
+        if prompt in self._cached:
+            params = request.params.model_copy(update={"repetition_penalty": 1.0})
+            request = dataclasses.replace(request, params=params)
+        self._cached.add(prompt)
+        return await super().generate(request)
+
+
+@params_mutant("sampling/processors_act_together", says=("below the best", "leaves a mask"))
+def unites_action_masks(request: GenerateRequest) -> Mapping[str, object]:
+    """Of several action masks, each allows the tokens of all."""
+    processors = request.params.logit_processors
+    masks = [one for one in processors if isinstance(one, ActionMask)]
+    if len(masks) < 2:
+        return {}
+    united = ActionMask(allowed_token_ids=tuple({token for mask in masks for token in mask.allowed_token_ids}))
+    return {"logit_processors": (united, *(one for one in processors if not isinstance(one, ActionMask)))}
+
+
+@params_mutant("sampling/processors_act_together", says=("below the best", "leaves a mask", "holds a disallowed id"))
+def keeps_the_last_mask(request: GenerateRequest) -> Mapping[str, object]:
+    """Of several action masks, or lists of disallowed ids, only the last one is applied."""
+    return {"logit_processors": _last_of_each_kind(request.params.logit_processors, (ActionMask, DisallowedTokens))}
+
+
+@params_mutant("sampling/a_temperature_schedule_moves_from_start_to_end", says="nats off")
+def keeps_the_last_schedule(request: GenerateRequest) -> Mapping[str, object]:
+    """Of several temperature schedules, only the last one is applied."""
+    return {"logit_processors": _last_of_each_kind(request.params.logit_processors, (TemperatureSchedule,))}
+
+
+def _last_of_each_kind(
+    processors: Sequence[LogitProcessor], kinds: tuple[type[LogitProcessor], ...]
+) -> tuple[LogitProcessor, ...]:
+    last = {type(one): one for one in processors}
+    return tuple(one for one in processors if not isinstance(one, kinds) or one is last[type(one)])
 
 
 @params_mutant("sampling/disallowed_tokens_are_never_drawn", says="below the best after penalties and bias")
