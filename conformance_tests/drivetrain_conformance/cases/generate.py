@@ -27,7 +27,7 @@ from drivetrain.types.sampling import LogprobsMode, SamplingParams
 from drivetrain_conformance.assertions.common_checks import assert_idle_soon, ending_prompt
 from drivetrain_conformance.assertions.recurrent_models import check_recurrent_model
 from drivetrain_conformance.assertions.refusals import refused
-from drivetrain_conformance.assertions.same_answers import check_same
+from drivetrain_conformance.assertions.same_answers import check_greedy, check_same
 from drivetrain_conformance.harness.case import case
 from drivetrain_conformance.harness.testbench import Bench, TooLate, end_requests, in_time, until_running
 from drivetrain_conformance.model.field_batches import field_batch
@@ -35,6 +35,8 @@ from drivetrain_conformance.model.mixed_fields import Repeats, check_honoured
 
 _FORCE = 100.0
 """A bias that no difference of logits outweighs."""
+_OUTGROWS: Final = 160
+"""Tokens of samples that outgrow the buffers of a new batch."""
 _MESSAGES = (
     {"role": "system", "content": "Answer in one word."},
     {"role": "user", "content": "Who rows? Die Ruderin, 舟."},
@@ -405,6 +407,10 @@ async def a_batch_equals_each_prompt_alone(bench: Bench) -> None:
     for prompt, completion in zip(prompts, together, strict=True):
         (alone,) = await bench.greedy([prompt], 10)
         check_same(bench, [completion], [alone])
+    # Longer samples outgrow the buffers that an engine makes for a batch.
+    params = SamplingParams(max_new_tokens=_OUTGROWS, temperature=0, ignore_eos=bench.claims(Capability.IGNORE_EOS))
+    for completion in (await bench.engine.generate([prompts[2], prompts[9]], params)).completions:
+        check_greedy(bench, completion)
 
 
 @case()

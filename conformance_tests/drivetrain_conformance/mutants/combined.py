@@ -795,6 +795,23 @@ def finds_schemas_by_their_title(backend: type[Backend]) -> type[Backend]:
     return asking(backend, change)
 
 
+@mutant("generate/a_batch_equals_each_prompt_alone", says=("nats below", "nats off"))
+class attends_to_padding_in_a_grown_cache(KnowingRequests):
+    """After 128 tokens a sample beside other requests attends to padding before its prompt."""
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        room = request.max_new_tokens - 128
+        if room <= 0 or not self.flying:
+            return await super().generate(request)
+        first = await super().generate(dataclasses.replace(request, max_new_tokens=128))
+        if first.finish_reason is not FinishReason.LENGTH:
+            return first
+        rest = after(request, first)
+        prompt = [*rest.prompt_token_ids[:1] * 8, *rest.prompt_token_ids]
+        padded = dataclasses.replace(rest, prompt_token_ids=prompt, max_new_tokens=room - 8)
+        return joined(first, await super().generate(padded))
+
+
 @mutant("weight_sync/a_frozen_request_leaves_no_stale_prefix", says="tokens were found that older weights had cached")
 class keeps_the_cache_of_the_aborted(CorrectBackend):
     """The prompt of an aborted request is found in the cache, though older weights had computed it."""
