@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 
 import numpy as np
 
@@ -147,3 +149,22 @@ class forgets_earlier_chunks(CorrectBackend):
         assert other is not None
         tokens = result.scores.packed_tokens[:-4] + other.packed_tokens
         return dataclasses.replace(result, scores=dataclasses.replace(result.scores, packed_tokens=tokens))
+
+
+@mutant("scoring/scores_are_of_the_adapter", says="the logprob of its own token")
+class scores_without_an_adapter_of_the_head(CorrectBackend):
+    """Scores are those of the base model if the adapter changes the model's head."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._of_the_head: set[str] = set()
+
+    async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool) -> None:
+        await super().load_lora_adapter(lora_name, lora_path, pinned)
+        if "lm_head" in json.loads((Path(lora_path) / "adapter_config.json").read_text())["target_modules"]:
+            self._of_the_head.add(lora_name)
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        if request.scoring is not None and request.lora in self._of_the_head:
+            request = dataclasses.replace(request, lora=None)
+        return await super().generate(request)
