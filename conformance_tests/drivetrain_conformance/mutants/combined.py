@@ -421,7 +421,7 @@ class penalises_no_cached_prompt(CorrectBackend):
 
 @params_mutant("sampling/processors_act_together", says=("below the best", "leaves a mask"))
 def unites_action_masks(request: GenerateRequest) -> Mapping[str, object]:
-    """Of several action masks, each allows the tokens of all."""
+    """Each of several action masks allows the tokens of all."""
     processors = request.params.logit_processors
     masks = [one for one in processors if isinstance(one, ActionMask)]
     if len(masks) < 2:
@@ -432,13 +432,13 @@ def unites_action_masks(request: GenerateRequest) -> Mapping[str, object]:
 
 @params_mutant("sampling/processors_act_together", says=("below the best", "leaves a mask", "holds a disallowed id"))
 def keeps_the_last_mask(request: GenerateRequest) -> Mapping[str, object]:
-    """Of several action masks, or lists of disallowed ids, only the last one is applied."""
+    """Only the last of several action masks, or lists of disallowed ids, is applied."""
     return {"logit_processors": _last_of_each_kind(request.params.logit_processors, (ActionMask, DisallowedTokens))}
 
 
 @params_mutant("sampling/a_temperature_schedule_moves_from_start_to_end", says="nats off")
 def keeps_the_last_schedule(request: GenerateRequest) -> Mapping[str, object]:
-    """Of several temperature schedules, only the last one is applied."""
+    """Only the last of several temperature schedules is applied."""
     return {"logit_processors": _last_of_each_kind(request.params.logit_processors, (TemperatureSchedule,))}
 
 
