@@ -795,7 +795,7 @@ def finds_schemas_by_their_title(backend: type[Backend]) -> type[Backend]:
     return asking(backend, change)
 
 
-@mutant("generate/a_batch_equals_each_prompt_alone", says=("nats below", "nats off"))
+@mutant("generate/greedy_takes_the_most_likely_token", says=("nats below", "nats off"))
 class attends_to_padding_in_a_grown_cache(KnowingRequests):
     """After 128 tokens a sample beside other requests attends to padding before its prompt."""
 
