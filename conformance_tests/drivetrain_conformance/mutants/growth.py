@@ -303,15 +303,6 @@ class keeps_the_files_of_refused_adapters_mapped(_Mapping):
             raise
 
 
-@mutant(_LEAVES, says="more mappings of files")
-class leaves_a_mapping_to_each_stream(_Mapping):
-    """Each stream maps a file, and leaves it mapped."""
-
-    def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
-        self.map(Path(self.config.model) / "config.json")
-        return super().stream(request)
-
-
 @mutant("weight_sync/going_back_to_earlier_weights_gives_their_answers", says="the event loop stood still")
 class opens_checkpoints_in_the_event_loop(CorrectBackend):
     """An update blocks the event loop while its source is opened."""
