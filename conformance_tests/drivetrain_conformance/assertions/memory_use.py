@@ -158,13 +158,14 @@ def steady_growth(held: Sequence[int], room: int) -> float:
 
 
 async def held_by(engine: InferenceEngine) -> dict[str, int]:
-    """Measure an idle engine's memory, threads and descriptors, and the tasks and timers of this event loop."""
+    """Measure an idle engine's memory, threads, descriptors and mappings, and this event loop's tasks and timers."""
     await until_idle(engine)
     return {
         "bytes of memory": held_bytes(engine),
         "bytes of KV cache": (await engine.stats()).kv_cache_bytes,
         "threads": threads_of(engine),
         "descriptors": descriptors_of(engine),
+        "mappings of files": mappings_of(engine, " /"),
         "tasks": len(asyncio.all_tasks()),
         "timers": _timers(),
     }
@@ -195,7 +196,10 @@ def descriptors_of(engine: InferenceEngine) -> int:
 
 
 def mappings_of(engine: InferenceEngine, name: str) -> int:
-    """Return how many mappings of files of this name an engine's processes hold; 0 where the system does not say."""
+    """Return how many mappings of files of this name an engine's processes hold; 0 where the system does not say.
+
+    A mapped file that was not written to takes no memory of its own, but the number of mappings is limited.
+    """
     return sum(_lines_with(process.pid, name) for process in processes_of(engine))
 
 

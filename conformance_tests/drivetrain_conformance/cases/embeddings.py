@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,11 @@ from drivetrain_conformance.harness.testbench import Bench, NoOracle
 from drivetrain_conformance.references.oracle import HiddenStatesOracle, Logits
 
 _CONFIG: Final = {"task": "embed"}
+_POOLED: Final[Mapping[str, Callable[[NDArray[np.float64]], NDArray[np.float64]]]] = {
+    "mean_tokens": lambda states: np.asarray(states.mean(axis=0)),
+    "cls_token": lambda states: states[0],
+}
+"""Poolings by sentence-transformers' names: from the states of all tokens, shape (tokens, width), to a vector."""
 _ROUNDING: Final = 2e-5
 """Most that a number of a unit vector may be off in float32; one that passed through float16 is up to 1e-4 off."""
 
@@ -64,18 +69,20 @@ async def each_prompt_has_a_vector(bench: Bench) -> None:
 async def the_pooling_of_the_folder_is_applied_or_refused(bench: Bench) -> None:
     """A folder whose sentence-transformers files ask for the mean of all tokens' states gets it, or is refused.
 
-    Several poolings, an unknown one, or a further layer are refused.
+    So does one whose files ask for the first token's state. Several poolings, an unknown one, or a further layer are
+    refused.
     """
-    meant = _with_pooling(bench, "mean_tokens")
-    with suppress(InvalidConfig):
-        async with bench.open(model=str(meant)) as engine:
-            prompts = [bench.prompt(length, engine) for length in (3, 1, 24)]
-            vectors = _directions(np.array(await engine.encode(prompts)))
-            means = np.array([states.mean(axis=0) for states in _states_of(bench, prompts, meant)])
-            cosines = (vectors * _directions(means)).sum(axis=1)
-            assert cosines.min() > 1 - bench.tolerance(engine), (
-                f"the folder asks for mean_tokens; cosines with the means are {cosines.round(4).tolist()}"
-            )
+    for mode, pooled in _POOLED.items():
+        folder = _with_pooling(bench, mode)
+        with suppress(InvalidConfig):
+            async with bench.open(model=str(folder)) as engine:
+                prompts = [bench.prompt(length, engine) for length in (3, 1, 24)]
+                vectors = _directions(np.array(await engine.encode(prompts)))
+                wanted = np.array([pooled(states) for states in _states_of(bench, prompts, folder)])
+                cosines = (vectors * _directions(wanted)).sum(axis=1)
+                assert cosines.min() > 1 - bench.tolerance(engine), (
+                    f"the folder asks for {mode}; cosines with that are {cosines.round(4).tolist()}"
+                )
     for modes, layers in ((("max_tokens",), ()), (("lasttoken", "mean_tokens"), ()), (("lasttoken",), ("Dense",))):
         with refused(InvalidConfig, field="model", naming=layers[0] if layers else modes[-1]):
             async with bench.open(model=str(_with_pooling(bench, *modes, layers=layers))):

@@ -27,7 +27,7 @@ from drivetrain.types.sampling import LogprobsMode, SamplingParams
 from drivetrain_conformance.assertions.common_checks import assert_idle_soon, ending_prompt
 from drivetrain_conformance.assertions.recurrent_models import check_recurrent_model
 from drivetrain_conformance.assertions.refusals import refused
-from drivetrain_conformance.assertions.same_answers import check_same
+from drivetrain_conformance.assertions.same_answers import check_greedy, check_same
 from drivetrain_conformance.harness.case import case
 from drivetrain_conformance.harness.testbench import Bench, TooLate, end_requests, in_time, until_running
 from drivetrain_conformance.model.field_batches import field_batch
@@ -35,6 +35,8 @@ from drivetrain_conformance.model.mixed_fields import Repeats, check_honoured
 
 _FORCE = 100.0
 """A bias that no difference of logits outweighs."""
+_OUTGROWS: Final = 160
+"""Tokens of samples that outgrow the buffers of a new batch."""
 _MESSAGES = (
     {"role": "system", "content": "Answer in one word."},
     {"role": "user", "content": "Who rows? Die Ruderin, 舟."},
@@ -50,6 +52,19 @@ async def greedy_takes_the_most_likely_token(bench: Bench) -> None:
         for row, token in zip(rows, completion.token_ids, strict=True):
             assert row.max() - row[token] <= bench.tolerance(), (
                 f"token {token} is {row.max() - row[token]:.3g} nats below the most likely one, {row.argmax()}"
+            )
+    # Longer samples, beside others of another length, outgrow the buffers that an engine makes for a batch.
+    own: dict[str, object] = (
+        {"logprobs": 0, "logprobs_mode": LogprobsMode.RAW} if bench.claims(Capability.LOGPROBS_RAW) else {}
+    )
+    fields = {"max_new_tokens": _OUTGROWS, "temperature": 0, "ignore_eos": bench.claims(Capability.IGNORE_EOS)} | own
+    output = await bench.engine.generate([bench.prompt(3), bench.prompt(89)], SamplingParams.model_validate(fields))
+    for completion in output.completions:
+        check_greedy(bench, completion)
+        wanted = bench.output_logprobs(completion)
+        for at, found in enumerate(completion.logprobs or ()):
+            assert abs(found - wanted[at]) <= bench.tolerance(), (
+                f"the logprob of token {at} of {len(wanted)} is {abs(found - wanted[at]):.3g} nats off"
             )
 
 

@@ -36,7 +36,7 @@ _FREEZES: Final = (
 async def requests_leave_nothing_behind(bench: Bench) -> None:
     """Batches, streams, and aborted, cancelled and refused requests leak no memory, thread or descriptor.
 
-    Nor do they leave tasks or timers in the event loop.
+    Nor do they leave mappings of files, or tasks or timers in the event loop.
     """
     # Long prompts: if a request that ended early leaves its prompt behind, the memory shows it.
     prompts = bench.prompts(4, min(400, bench.engine.model_info.context_length // 2))
@@ -49,7 +49,7 @@ async def requests_leave_nothing_behind(bench: Bench) -> None:
     await held_after_some()  # the first round fills caches
     # A pool occasionally adds a thread. A leak adds one every round.
     room = {"bytes of memory": ROUNDS * ROOM, "bytes of KV cache": 0}
-    room |= dict.fromkeys(("threads", "descriptors", "tasks", "timers"), 1)
+    room |= dict.fromkeys(("threads", "descriptors", "mappings of files", "tasks", "timers"), 1)
     await check_steady(held_after_some, room, f"{ROUNDS} rounds of requests")
 
 

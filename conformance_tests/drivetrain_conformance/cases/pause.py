@@ -7,16 +7,16 @@ import itertools
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.engine.states import EngineState
-from drivetrain.engine.validation import MODE_CAPABILITY
 from drivetrain.errors import DeadlineExceeded, EngineStateError, InvalidRequest
 from drivetrain.types.capability import Capability
 from drivetrain.types.modes import PauseMode
 from drivetrain.types.outputs import Completion, CompletionChunk, FinishReason, GenerationOutput
-from drivetrain.types.sampling import LogprobsMode, SamplingParams, TemperatureSchedule
+from drivetrain.types.sampling import LogprobsMode, SamplingParams
+from drivetrain_conformance.assertions.lasting_state import every_logprob, with_a_state
 from drivetrain_conformance.assertions.refusals import refused
 from drivetrain_conformance.assertions.same_answers import check_prefix, check_same
 from drivetrain_conformance.harness.case import case
@@ -582,7 +582,7 @@ async def _pauses_when_idle(bench: Bench, mode: PauseMode) -> None:
 async def _freezes(bench: Bench, mode: PauseMode) -> None:
     engine = bench.engine
     await _pauses_when_idle(bench, mode)
-    params = [_long(bench), *_with_a_state(bench)]
+    params = [_long(bench), *with_a_state(bench, TOKENS)]
     prompts = bench.prompts(len(params))
     begun = time.monotonic()
     whole = await engine.generate(prompts, params)
@@ -615,55 +615,7 @@ def _check_cut(bench: Bench, part: Completion, whole: Completion) -> None:
 
 def _long(bench: Bench) -> SamplingParams:
     """Return params of a request that is in flight for a while, with all the logprobs that the engine has."""
-    return bench.long(TOKENS, **_every_logprob(bench, LogprobsMode.RAW))
-
-
-def _every_logprob(bench: Bench, mode: LogprobsMode) -> dict[str, Any]:
-    """Return fields that ask for logprobs in this mode, alternatives and prompt logprobs, where they are claimed."""
-    found: dict[str, Any] = {}
-    if bench.claims(MODE_CAPABILITY[mode]):
-        found |= {"logprobs": 2 if bench.claims(Capability.TOP_LOGPROBS) else 0, "logprobs_mode": mode}
-    if bench.claims(Capability.PROMPT_LOGPROBS):
-        found["prompt_logprobs"] = 0
-    return found
-
-
-def _with_a_state(bench: Bench) -> list[SamplingParams]:
-    """Return params under which each token also depends on state beside the tokens: seeds, schedules, counts, text."""
-    engine = bench.engine
-    # With coarser rounding a repeated sample may legitimately differ at any token.
-    if engine.model_info.dtype != "float32":
-        return []
-    most = bench.long(TOKENS).max_new_tokens
-    assert most is not None
-    found = []
-    if engine.supports(Capability.SEED):
-        schedule: dict[str, Any] = {}
-        if engine.supports(Capability.LOGIT_PROCESSORS):
-            schedule["logit_processors"] = (TemperatureSchedule(start=0.5, end=1.5, steps=most),)
-        logprobs = _every_logprob(bench, LogprobsMode.TEMPERATURE)
-        found.append(bench.long(TOKENS, seed=3, temperature=1.0, **schedule, **logprobs))
-    if engine.supports(Capability.FREQUENCY_PENALTY):
-        found.append(bench.long(TOKENS, frequency_penalty=1.5, **_every_logprob(bench, LogprobsMode.PROCESSED)))
-    if engine.supports(Capability.PRESENCE_PENALTY):
-        found.append(bench.long(TOKENS, presence_penalty=1.5))
-    if engine.supports(Capability.STOP_REGEX):
-        # The match begins before any pause, and ends after it.
-        found.append(bench.long(TOKENS, stop_regex=(f"(?s)^.{{{most // 2}}}",), include_stop_str_in_output=True))
-    if all(map(engine.supports, _HELD_BACK)):
-        (last,) = bench.prompt(1)
-        # The last token is forced but also a stop, so it is held back until min_new_tokens, and then ends the sample.
-        ends: dict[str, Any] = {"logit_bias": {last: 100.0}, "min_new_tokens": most - 1, "stop_token_ids": (last,)}
-        found.append(bench.long(TOKENS, repetition_penalty=1.3, **ends))
-    return found
-
-
-_HELD_BACK: Final = (
-    Capability.LOGIT_BIAS,
-    Capability.MIN_NEW_TOKENS,
-    Capability.REPETITION_PENALTY,
-    Capability.STOP_TOKEN_IDS,
-)
+    return bench.long(TOKENS, **every_logprob(bench, LogprobsMode.RAW))
 
 
 @asynccontextmanager
@@ -688,7 +640,7 @@ async def _streamed(
 async def _stream_stands_still(bench: Bench, mode: PauseMode) -> None:
     engine = bench.engine
     await _can_pause(engine, mode)
-    prompt, params = bench.prompt(), (_with_a_state(bench) or [bench.long(TOKENS)])[-1]
+    prompt, params = bench.prompt(), (with_a_state(bench, TOKENS) or [bench.long(TOKENS)])[-1]
     (whole,) = (await engine.generate(prompt, params)).completions
 
     async with _streamed(engine, prompt, params) as (chunks, reading):

@@ -44,6 +44,8 @@ _STREAM: Final = 20
 """Tokens of the samples whose random numbers are compared with each other."""
 _LIKELY: Final = 0.92
 """Probability of the most likely token where the others' are looked at, which ``_HOT`` makes nearly equal."""
+_MOST_BIASES: Final = 4096
+"""Maximum number of biases of one request."""
 _SPARED: Final = 16
 """Ids of all ordinary ones that a logit processor with many ids does not name."""
 _WAVE: Final = 640
@@ -412,9 +414,10 @@ async def greedy_follows_the_logit_bias(bench: Bench) -> None:
     larger = SamplingParams(temperature=0, max_new_tokens=5, logit_bias={forced: 300.0, **dict.fromkeys(likely, 200.0)})
     for completion in await _check_takes_the_best(bench, larger):
         assert completion.token_ids == [forced] * 5
-    # Engines may support only a few dozen biases.
-    many = {token: -100.0 for token in ordinary_ids(bench.engine)[: bench.engine.model_info.vocab_size // 2]}
-    await _check_takes_the_best(bench, SamplingParams(temperature=0, max_new_tokens=12, logit_bias=many))
+    # Engines may support only a few dozen biases, or a few hundred.
+    count = min(bench.engine.model_info.vocab_size, _MOST_BIASES)
+    many = {token: bench.rng.uniform(-8.0, 8.0) for token in bench.rng.sample(range(count), count)}
+    await _check_takes_the_best(bench, bench.long(12, logit_bias=many))
 
 
 @case(
@@ -893,19 +896,21 @@ async def a_temperature_schedule_moves_from_start_to_end(bench: Bench) -> None:
 
 async def _check_schedules_step_by_step(bench: Bench) -> None:
     """Check the temperature of each token by its logprob: draws alone do not tell a step from the next one."""
-    for start, end, count in ((0.5, 4.0, 6), (3.0, 0.7, 11), (0.8, 2.0, 2), (1.5, 0.5, 1)):
-        schedule = TemperatureSchedule(start=start, end=end, steps=count)
+    given = [(0.5, 4.0, 6), (3.0, 0.7, 11), (0.8, 2.0, 2), (1.5, 0.5, 1)]
+    schedules = [TemperatureSchedule(start=start, end=end, steps=count) for start, end, count in given]
+    # Each divides the logits, so two of them multiply.
+    for chosen in (*([one] for one in schedules), schedules[1:3]):
         params = SamplingParams(
-            max_new_tokens=16, logprobs=0, logprobs_mode=LogprobsMode.PROCESSED, logit_processors=(schedule,)
+            max_new_tokens=16, logprobs=0, logprobs_mode=LogprobsMode.PROCESSED, logit_processors=tuple(chosen)
         )
         for completion in (await bench.engine.generate(bench.prompts(2), params)).completions:
             assert completion.logprobs is not None
             rows = steps(completion, bench.output_logits(completion), params, bench.tolerance())
             for at, (row, token) in enumerate(zip(rows, completion.token_ids, strict=True)):
                 off = abs(completion.logprobs[at] - float(row.processed[token]))
+                said = " and ".join(f"from {one.start} to {one.end} in {one.steps} steps" for one in chosen)
                 assert off <= _slack(bench, params), (
-                    f"with a temperature from {start} to {end} in {count} steps, the logprob of token {at} is "
-                    f"{off:.3g} nats off"
+                    f"with a temperature {said}, the logprob of token {at} is {off:.3g} nats off"
                 )
 
 
@@ -919,9 +924,23 @@ async def processors_act_together(bench: Bench) -> None:
         TemperatureSchedule(start=2.0, end=0.5, steps=2),
     )
     await _check_first_tokens(bench, SamplingParams(max_new_tokens=1, logit_processors=processors))
+    await _check_several_of_a_kind_act_together(bench)
     if bench.claims(Capability.LOGIT_BIAS):
         # No bias brings back a token that a processor rules out.
         other = next(token for token in ordinary_ids(bench.engine) if token not in allowed)
         for one, token in zip(processors, (other, allowed[0]), strict=False):
             params = SamplingParams(temperature=0, max_new_tokens=6, logit_processors=(one,), logit_bias={token: 300.0})
             await _check_takes_the_best(bench, params)
+
+
+async def _check_several_of_a_kind_act_together(bench: Bench) -> None:
+    """Check that of several masks and lists of disallowed ids in one request each holds, in either order."""
+    ids, others = _shuffled_ids(bench)[:32], _shuffled_ids(bench)[:32]
+    masks = (ActionMask(allowed_token_ids=tuple(ids)), ActionMask(allowed_token_ids=tuple(ids[24:] + others)))
+    bans = (DisallowedTokens(token_ids=tuple(ids)), DisallowedTokens(token_ids=tuple(others)))
+    for pair in (masks, masks[::-1], bans, bans[::-1]):
+        params = bench.long(8, logit_processors=pair)
+        for completion in await _check_takes_the_best(bench, params):
+            drawn = set(completion.token_ids)
+            assert params.allowed_token_ids is None or drawn <= params.allowed_token_ids, f"{drawn} leaves a mask"
+            assert not drawn & params.disallowed_token_ids, f"{drawn} holds a disallowed id"

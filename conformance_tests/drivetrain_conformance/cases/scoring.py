@@ -12,13 +12,14 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from drivetrain.errors import InvalidRequest
 from drivetrain.types.capability import Capability
 from drivetrain.types.modes import PauseMode
 from drivetrain.types.outputs import Completion, FinishReason
 from drivetrain.types.token_scores import TokenScores
 from drivetrain_conformance.assertions.pooled_inputs import many_lengths
 from drivetrain_conformance.assertions.same_answers import check_greedy
-from drivetrain_conformance.assets.made_adapters import make_adapter, merge
+from drivetrain_conformance.assets.made_adapters import has_layers, make_adapter, merge
 from drivetrain_conformance.harness.case import case
 from drivetrain_conformance.harness.testbench import Bench
 from drivetrain_conformance.references.oracle import Logits, log_softmax
@@ -328,17 +329,28 @@ async def scores_are_of_the_weights_that_are_served(bench: Bench) -> None:
 
 @case(*_NEEDS, Capability.LORA, config=_ADAPTERS)
 async def scores_are_of_the_adapter(bench: Bench) -> None:
-    """compute_logprobs(lora=) scores with that adapter, beside calls without one."""
-    adapter = make_adapter(bench.model, bench.folder("adapter"), seed=1)
-    merged = merge(bench.model, adapter, bench.folder("merged"))
+    """compute_logprobs(lora=) scores with that adapter, beside calls without one.
+
+    So it does with an adapter of the model's head, if the engine takes one.
+    """
     sequences = [bench.prompt(length) for length in (3, 26)]
-    await bench.engine.load_lora_adapter("a", str(adapter.path))
-    try:
-        await _Call(bench, sequences, model=merged, lora="a", temperature=0.8, top_k=2).check()
-        async with asyncio.timeout(_BOUND):
-            await asyncio.gather(
-                _Call(bench, sequences, model=merged, lora="a", last_n=3).check(),
-                _Call(bench, sequences, last_n=3).check(),
-            )
-    finally:
-        await bench.engine.unload_lora_adapter("a")
+    for targets in (("q_proj", "v_proj"), ("v_proj", "lm_head")):
+        if not has_layers(bench.model, targets):
+            continue
+        adapter = make_adapter(bench.model, bench.folder("adapter"), seed=1, targets=targets)
+        merged = merge(bench.model, adapter, bench.folder("merged"))
+        try:
+            await bench.engine.load_lora_adapter("a", str(adapter.path))
+        except InvalidRequest:
+            if "lm_head" not in targets:
+                raise
+            continue
+        try:
+            await _Call(bench, sequences, model=merged, lora="a", temperature=0.8, top_k=2).check()
+            async with asyncio.timeout(_BOUND):
+                await asyncio.gather(
+                    _Call(bench, sequences, model=merged, lora="a", last_n=3).check(),
+                    _Call(bench, sequences, last_n=3).check(),
+                )
+        finally:
+            await bench.engine.unload_lora_adapter("a")

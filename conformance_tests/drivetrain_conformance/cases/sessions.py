@@ -16,10 +16,14 @@ from drivetrain_conformance.assertions.refusals import refused
 from drivetrain_conformance.assertions.same_answers import check_same
 from drivetrain_conformance.harness.case import case
 from drivetrain_conformance.harness.testbench import Bench, until_idle
+from drivetrain_conformance.model.field_batches import field_batch
+from drivetrain_conformance.model.mixed_fields import Repeats, check_honoured
 
 _GREEDY: Final = SamplingParams(max_new_tokens=8, temperature=0)
 _LONG: Final = 400
 """Longer than one block of any engine's cache (up to 128 tokens), and than two blocks of most."""
+_FIELDS: Final = 160
+"""Tokens of prompts that are cached before every field is set."""
 _BLOCK: Final = 16
 _BLOCKS: Final = 384
 """Tokens that fill whole blocks of any engine's cache."""
@@ -30,13 +34,28 @@ _BLOCKS: Final = 384
 
 @case(Capability.PREFIX_CACHE)
 async def a_prompt_is_found_again(bench: Bench) -> None:
-    """The second request with a long prompt finds it in the cache, and is answered like the first."""
+    """The second request with a long prompt finds it in the cache, and is answered like the first.
+
+    So it is whatever fields the second request sets, those that count the prompt's tokens included.
+    """
     prompt = _prompt(bench)
     await bench.engine.reset_prefix_cache()
     first, second = await _ask(bench, prompt), await _ask(bench, prompt)
     assert first.cached_tokens == 0, "a prompt that was never seen was found in the cache"
     assert len(prompt) // 2 <= second.cached_tokens < len(prompt), f"{second.cached_tokens} tokens were found again"
     check_same(bench, [second], [first])
+    await _check_fields_hold(bench)
+
+
+async def _check_fields_hold(bench: Bench) -> None:
+    """Check that every field has its effect on a request whose prompt is cached."""
+    batch = field_batch(bench, min(_FIELDS, bench.engine.model_info.context_length // 2))
+    prompts = [list(bench.engine.tokenizer.encode(prompt)) for prompt in batch.prompts]
+    await bench.engine.generate(prompts, SamplingParams(max_new_tokens=1, temperature=0))
+    found = (await bench.engine.generate(prompts, SamplingParams(max_new_tokens=1, temperature=0))).completions
+    missing = [completion.prompt_index for completion in found if not completion.cached_tokens]
+    assert not missing, f"prompts {missing} of {len(prompts)} were not found again"
+    await check_honoured(bench, batch, Repeats(), streamed=False)
 
 
 @case(Capability.PREFIX_CACHE)

@@ -496,6 +496,14 @@ def _check_whole(sample: Heard) -> None:
     assert sample.token_ids == completion.token_ids, f"{sample.token_ids} were shown, not {completion.token_ids}"
     # Text is only ever appended, so equality also shows that nothing was taken back.
     assert sample.text == completion.text, f"shown: {sample.text!r}, completion: {completion.text!r}"
+    if completion.logprobs is not None:
+        logprobs = [value for chunk in sample.chunks for value in chunk.logprobs or []]
+        assert logprobs == completion.logprobs, f"logprobs shown: {logprobs}, of the completion: {completion.logprobs}"
+    if completion.top_logprobs is not None:
+        tops = [top for chunk in sample.chunks for top in chunk.top_logprobs or []]
+        assert tops == completion.top_logprobs, (
+            f"alternatives shown: {tops}, of the completion: {completion.top_logprobs}"
+        )
 
 
 async def _completions(chunks: AsyncGenerator[CompletionChunk, None]) -> list[Completion]:
@@ -528,7 +536,9 @@ def _of(params: SamplingParams | Sequence[SamplingParams], chunk: CompletionChun
 
 async def _check_stops(bench: Bench, asked: Sequence[tuple[Completion, Fields]]) -> None:
     """Stream each sample again with stops, and compare with the reference applied to the unstopped one."""
-    params = [_params(fields) for _, fields in asked]
+    alternatives = bench.claims(Capability.TOP_LOGPROBS) and bench.claims(Capability.LOGPROBS_TEMPERATURE)
+    extra: Fields = {"logprobs": 2} if alternatives else {}
+    params = [_params({**fields, **extra}) for _, fields in asked]
     heard = await _listen(bench, [run.prompt_token_ids for run, _ in asked], params)
     for index, ((free, _), own) in enumerate(zip(asked, params, strict=True)):
         agrees_with_reference(bench, free, own, heard[index, 0].completion)

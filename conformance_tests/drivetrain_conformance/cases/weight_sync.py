@@ -52,6 +52,7 @@ from drivetrain.types.weights import (
 )
 from drivetrain_conformance.assertions.event_loop_stalls import check_it_runs
 from drivetrain_conformance.assertions.full_disk import full_disk
+from drivetrain_conformance.assertions.lasting_state import with_a_state
 from drivetrain_conformance.assertions.leftovers import (
     Holdings,
     check_nothing_left,
@@ -1152,9 +1153,30 @@ def _free_port() -> int:
 _SPANS: Final = (Capability.WEIGHTS_DISK, Capability.VERSION_SPANS, Capability.LOGPROBS_RAW)
 
 
+async def _check_state_is_kept(bench: Bench, mode: PauseMode) -> None:
+    """Check that an update to the same weights changes no token, not even of requests that depend on other state."""
+    engine, own = bench.engine, bench.engine.get_weight_version()
+    await same_weights_again(bench)
+    params = with_a_state(bench, TOKENS)
+    prompts = bench.prompts(len(params))
+    if not params:
+        return
+    whole = (await engine.generate(prompts, params)).completions
+    async with bench.in_flight(prompts, params) as running:
+        await engine.load_weights_from_disk(str(bench.model), "the same again", mode=mode)
+        if running.done():
+            raise TooLate("the requests ended before the update, so this shows nothing")
+        check_same(bench, (await running).completions, whole)
+    await engine.load_weights_from_disk(str(bench.model), own)
+
+
 @case(*_SPANS, Capability.WEIGHT_UPDATE_IN_FLIGHT_RETRACT, Capability.PAUSE_RETRACT, changes_weights=True)
 async def retracted_requests_go_on_with_the_new_weights(bench: Bench) -> None:
-    """Requests retracted for an update continue as if the new weights had read their tokens; spans mark the switch."""
+    """Requests retracted for an update continue as if the new weights had read their tokens; spans mark the switch.
+
+    They keep all other state: their random stream, schedule, counts and half-written stop text.
+    """
+    await _check_state_is_kept(bench, PauseMode.RETRACT)
     updated = await update_in_flight(bench, PauseMode.RETRACT)
     for completion in updated.completions:
         check_spans(completion, updated.old, NEW)
@@ -1167,7 +1189,11 @@ async def retracted_requests_go_on_with_the_new_weights(bench: Bench) -> None:
 
 @case(*_SPANS, Capability.WEIGHT_UPDATE_IN_FLIGHT_IN_PLACE, Capability.PAUSE_IN_PLACE, changes_weights=True)
 async def frozen_requests_go_on_where_they_were(bench: Bench) -> None:
-    """Requests frozen in place for an update continue on their cache; spans mark the switch to the new weights."""
+    """Requests frozen in place for an update continue on their cache; spans mark the switch to the new weights.
+
+    They keep all other state: their random stream, schedule, counts and half-written stop text.
+    """
+    await _check_state_is_kept(bench, PauseMode.IN_PLACE)
     updated = await update_in_flight(bench, PauseMode.IN_PLACE)
     for completion in updated.completions:
         check_spans(completion, updated.old, NEW)
@@ -1284,10 +1310,14 @@ async def a_prefix_of_older_weights_is_kept_by_name(bench: Bench) -> None:
     changes_weights=True,
 )
 async def a_frozen_request_leaves_no_stale_prefix(bench: Bench) -> None:
-    """The old cache of a request frozen in place through an update is not used by later requests."""
-    first, second = await _prefix_of_a_request_in_flight(bench, PauseMode.IN_PLACE)
-    assert first.cached_tokens == 0
-    check_made_by(bench, [first, second], bench.other_weights())
+    """The old cache of a request frozen in place through an update is not used by later requests.
+
+    Nor is it if the request is aborted after the update.
+    """
+    for aborted in (False, True) if bench.claims(Capability.ABORT) else (False,):
+        first, second = await _prefix_of_a_request_in_flight(bench, PauseMode.IN_PLACE, aborted=aborted)
+        assert first.cached_tokens == 0, f"{first.cached_tokens} tokens were found that older weights had cached"
+        check_made_by(bench, [first, second], bench.other_weights())
 
 
 @case(
@@ -1303,13 +1333,20 @@ async def a_retracted_request_leaves_no_stale_prefix(bench: Bench) -> None:
     check_made_by(bench, completions, bench.other_weights())
 
 
-async def _prefix_of_a_request_in_flight(bench: Bench, mode: PauseMode) -> tuple[Completion, Completion]:
+async def _prefix_of_a_request_in_flight(
+    bench: Bench, mode: PauseMode, *, aborted: bool = False
+) -> tuple[Completion, Completion]:
     """Update in ``mode`` while a request with a long prompt runs; once it has ended, ask for its prompt twice.
 
     Check that the prefix of a request that had ended before is not found either.
+
+    Args:
+        bench: The workplace.
+        mode: The update's mode.
+        aborted: Abort the request right after the update.
     """
     engine = bench.engine
-    await same_weights_again(bench)
+    await engine.load_weights_from_disk(str(bench.model), "before")
     await engine.reset_prefix_cache()
     prompt, ended = bench.prompt(LONG_PROMPT), bench.prompt(LONG_PROMPT)
     await one(bench, ended)
@@ -1317,6 +1354,8 @@ async def _prefix_of_a_request_in_flight(bench: Bench, mode: PauseMode) -> tuple
         await engine.load_weights_from_disk(str(bench.other_weights()), NEW, mode=mode)
         if running.done():
             raise TooLate("the request ended before the update, so this shows nothing")
+        if aborted:
+            await engine.abort_generation()
         await running
     await until_idle(engine)
     again = await one(bench, ended)

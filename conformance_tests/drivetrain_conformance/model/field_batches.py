@@ -16,11 +16,15 @@ _LASTING: Final = 16
 _Request = tuple[Mapping[str, object], Sequence[Capability]]
 
 
-def field_batch(bench: Bench) -> Batch:
+def field_batch(bench: Bench, length: int = 6) -> Batch:
     """Return a batch whose first requests end one after another, while the last ones run on.
 
     An engine that keeps a batch dense moves a later request into the place of each that ends. Neither may the one that
     moves lose its fields, nor get those of the other. The requests are random where they have seeds.
+
+    Args:
+        bench: The workplace.
+        length: Tokens of each prompt.
     """
     ids = ordinary_ids(bench.engine)
     some, few = ids[::2], tuple(sorted(set(bench.rng.sample(ids, min(12, len(ids))))))
@@ -48,7 +52,7 @@ def field_batch(bench: Bench) -> Batch:
     # Each ends a step after the one before, and the last of the others takes its place.
     params = [{"max_new_tokens": tokens, **own} for tokens, own in enumerate(fields, 2)]
     params += [{"max_new_tokens": _LASTING, **own} for own in lasting]
-    prompts = bench.prompts(len(params))
+    prompts = bench.prompts(len(params), length)
     return Batch(
         tuple(TokenPrompt(token_ids=tuple(prompt)) for prompt in prompts),
         tuple(SamplingParams.model_validate({"temperature": 0, **own}) for own in params),

@@ -264,6 +264,29 @@ class knows_adapters_by_slot(CorrectBackend):
         return self._known[key]
 
 
+@mutant("lora/a_name_may_come_back_as_another_adapter", says="nats below")
+class knows_adapters_by_their_form(CorrectBackend):
+    """The cache takes an adapter for the last one of the same rank, scale and layers, whose memory it reuses."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._forms: dict[str, str] = {}
+        self._known: dict[str, GenerateResult] = {}
+
+    async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool) -> None:
+        await super().load_lora_adapter(lora_name, lora_path, pinned)
+        self._forms[lora_name] = (Path(lora_path) / "adapter_config.json").read_text()
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        form = self._forms.get(request.lora or "")
+        if form is None:
+            return await super().generate(request)
+        key = f"{form} {request.prompt_token_ids} {request.params}"
+        if key not in self._known:
+            self._known[key] = await super().generate(request)
+        return self._known[key]
+
+
 @mutant("lora/a_name_may_come_back_as_another_adapter", says="nats off that of the merged model")
 class keeps_prompt_scores_by_the_name(CorrectBackend):
     """Prompt logprobs are kept by the prompt and the adapter's name, also when the name comes back for another."""

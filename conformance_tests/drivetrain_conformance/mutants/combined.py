@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from drivetrain.types.sampling import (
     LogprobsMode,
     TemperatureSchedule,
 )
+from drivetrain.types.weights import ApplyUpdate, WeightReply
 from drivetrain_conformance.mutants.registry import backend_mutants, mixed, mutant, spoiled_backend
 from drivetrain_conformance.mutants.spoil import (
     CorrectBackend,
@@ -69,6 +70,47 @@ def counts_min_new_tokens_from_a_pause(request: GenerateRequest) -> GenerateRequ
     return request if request.params.min_new_tokens else None
 
 
+def _only_in_updates(
+    frozen: PauseMode, backend: type[Backend], change: Callable[[GenerateRequest], GenerateRequest | None]
+) -> type[Backend]:
+    """Return a backend that resubmits requests as ``resubmitting`` does, but only those frozen by a weight update."""
+
+    class Wrong(CorrectBackend):
+        """Freezes by a pause as it should."""
+
+        def __init__(self, config: EngineConfig) -> None:
+            super().__init__(config)
+            self._updating = False
+
+        async def apply_weights(self, update: ApplyUpdate) -> WeightReply:
+            self._updating = True
+            try:
+                return await super().apply_weights(update)
+            finally:
+                self._updating = False
+
+        async def freeze(self, mode: PauseMode) -> None:
+            await (super().freeze(mode) if self._updating else backend.freeze(self, mode))
+
+    return mixed(resubmitting(frozen, backend, change), Wrong)
+
+
+@backend_mutants(partial(_only_in_updates, PauseMode.RETRACT))(
+    "weight_sync/retracted_requests_go_on_with_the_new_weights", says="nats below"
+)
+def restarts_the_seed_at_an_update(request: GenerateRequest) -> GenerateRequest | None:
+    """A request that was retracted for an update restarts its random stream."""
+    return None if request.seed is None else request
+
+
+@backend_mutants(partial(_only_in_updates, PauseMode.IN_PLACE))(
+    "weight_sync/frozen_requests_go_on_where_they_were", says="nats below"
+)
+def forgets_what_was_counted_before_an_update(request: GenerateRequest) -> GenerateRequest | None:
+    """A frequency penalty counts only the tokens since the last update in place."""
+    return request if request.params.frequency_penalty else None
+
+
 @retracted_mutant("generate/higher_priority_starts_sooner", says="ran after others of lower priority")
 def retracts_without_the_priority(request: GenerateRequest) -> GenerateRequest | None:
     """A retracted request loses its priority and waits behind requests that have one."""
@@ -91,6 +133,23 @@ def freezes_without_the_adapter(request: GenerateRequest) -> GenerateRequest | N
 def matches_stop_texts_from_a_retraction_on(request: GenerateRequest) -> GenerateRequest | None:
     """A stop text that was half written when its request was retracted is not recognised."""
     return request if request.params.stop_regex else None
+
+
+def _joined_texts(first: GenerateResult, rest: GenerateResult) -> GenerateResult:
+    """Put two results together, with the text of both."""
+    both, begun, found = joined(first, rest), first.matched_text, rest.matched_text
+    if begun is None or found is None:
+        return both
+    count = begun.token_count + found.token_count
+    return dataclasses.replace(both, matched_text=MatchedText(begun.text + found.text, count, found.matched))
+
+
+@backend_mutants(partial(resubmitting, PauseMode.RETRACT, join=_joined_texts))(
+    "pause/retract_freezes_requests_in_flight", says=("the first are the same", "nats below")
+)
+def matches_stop_strings_from_a_retraction_on(request: GenerateRequest) -> GenerateRequest | None:
+    """A stop string that was half written when its request was retracted is not recognised."""
+    return request if request.params.stop else None
 
 
 @mutant("pause/retract_freezes_requests_in_flight", says="prompt tokens were cached")
@@ -335,6 +394,59 @@ def takes_seeds_as_floats(request: GenerateRequest) -> GenerateRequest:
 def passes_on_a_few_biases(request: GenerateRequest) -> Mapping[str, object]:
     """Only the first 32 tokens of a logit_bias are passed on."""
     return {"logit_bias": dict([*request.params.logit_bias.items()][:32])}
+
+
+@params_mutant("sampling/greedy_follows_the_logit_bias", says="below the best after penalties and bias")
+def passes_on_a_hundred_biases(request: GenerateRequest) -> Mapping[str, object]:
+    """Only the first 100 tokens of a logit_bias are passed on."""
+    return {"logit_bias": dict([*request.params.logit_bias.items()][:100])}
+
+
+@mutant("sessions/a_prompt_is_found_again", says="nats below")
+class penalises_no_cached_prompt(CorrectBackend):
+    """A repetition penalty has no effect if the prompt is cached."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._cached: set[tuple[int, ...]] = set()
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        prompt = tuple(request.prompt_token_ids)
+        if prompt in self._cached:
+            params = request.params.model_copy(update={"repetition_penalty": 1.0})
+            request = dataclasses.replace(request, params=params)
+        self._cached.add(prompt)
+        return await super().generate(request)
+
+
+@params_mutant("sampling/processors_act_together", says=("below the best", "leaves a mask"))
+def unites_action_masks(request: GenerateRequest) -> Mapping[str, object]:
+    """Each of several action masks allows the tokens of all."""
+    processors = request.params.logit_processors
+    masks = [one for one in processors if isinstance(one, ActionMask)]
+    if len(masks) < 2:
+        return {}
+    united = ActionMask(allowed_token_ids=tuple({token for mask in masks for token in mask.allowed_token_ids}))
+    return {"logit_processors": (united, *(one for one in processors if not isinstance(one, ActionMask)))}
+
+
+@params_mutant("sampling/processors_act_together", says=("below the best", "leaves a mask", "holds a disallowed id"))
+def keeps_the_last_mask(request: GenerateRequest) -> Mapping[str, object]:
+    """Only the last of several action masks, or lists of disallowed ids, is applied."""
+    return {"logit_processors": _last_of_each_kind(request.params.logit_processors, (ActionMask, DisallowedTokens))}
+
+
+@params_mutant("sampling/a_temperature_schedule_moves_from_start_to_end", says="nats off")
+def keeps_the_last_schedule(request: GenerateRequest) -> Mapping[str, object]:
+    """Only the last of several temperature schedules is applied."""
+    return {"logit_processors": _last_of_each_kind(request.params.logit_processors, (TemperatureSchedule,))}
+
+
+def _last_of_each_kind(
+    processors: Sequence[LogitProcessor], kinds: tuple[type[LogitProcessor], ...]
+) -> tuple[LogitProcessor, ...]:
+    last = {type(one): one for one in processors}
+    return tuple(one for one in processors if not isinstance(one, kinds) or one is last[type(one)])
 
 
 @params_mutant("sampling/disallowed_tokens_are_never_drawn", says="below the best after penalties and bias")
@@ -681,3 +793,38 @@ def finds_schemas_by_their_title(backend: type[Backend]) -> type[Backend]:
         return dataclasses.replace(request, params=request.params.model_copy(update={"structured_output": kept}))
 
     return asking(backend, change)
+
+
+@mutant("generate/greedy_takes_the_most_likely_token", says=("nats below", "nats off"))
+class attends_to_padding_in_a_grown_cache(KnowingRequests):
+    """After 128 tokens a sample beside other requests attends to padding before its prompt."""
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        room = request.max_new_tokens - 128
+        if room <= 0 or not self.flying:
+            return await super().generate(request)
+        first = await super().generate(dataclasses.replace(request, max_new_tokens=128))
+        if first.finish_reason is not FinishReason.LENGTH:
+            return first
+        rest = after(request, first)
+        prompt = [*rest.prompt_token_ids[:1] * 8, *rest.prompt_token_ids]
+        padded = dataclasses.replace(rest, prompt_token_ids=prompt, max_new_tokens=room - 8)
+        return joined(first, await super().generate(padded))
+
+
+@mutant("weight_sync/a_frozen_request_leaves_no_stale_prefix", says="tokens were found that older weights had cached")
+class keeps_the_cache_of_the_aborted(CorrectBackend):
+    """The prompt of an aborted request is found in the cache, though older weights had computed it."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._aborted: set[tuple[int, ...]] = set()
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        result = await super().generate(request)
+        prompt = tuple(request.prompt_token_ids)
+        if result.finish_reason is FinishReason.ABORT:
+            self._aborted.add(prompt)
+        elif prompt in self._aborted:
+            return dataclasses.replace(result, cached_tokens=max(result.cached_tokens, len(prompt) // 2))
+        return result

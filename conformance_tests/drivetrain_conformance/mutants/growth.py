@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
+
 from drivetrain.backend.base import EngineStats, GenerateRequest, GenerateResult, ModelInfo, TokenDelta
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.errors import DrivetrainError, InvalidRequest
@@ -266,6 +268,39 @@ class keeps_unloaded_adapters(_Keeping):
     async def unload_lora_adapter(self, lora_name: str) -> None:
         await super().unload_lora_adapter(lora_name)
         self.kept.append(os.urandom(1024 * 1024))
+
+
+class _Mapping(CorrectBackend):
+    """Base class of mutants that keep files mapped: their memory is the page cache's, and no descriptor is open."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._mapped: list[torch.UntypedStorage] = []
+
+    def map(self, file: Path) -> None:
+        """Map a file for good."""
+        self._mapped.append(torch.UntypedStorage.from_file(str(file), shared=False, nbytes=file.stat().st_size))
+
+
+@mutant("lora/a_name_may_come_back_as_another_adapter", says="more mappings of files")
+class keeps_the_files_of_adapters_mapped(_Mapping):
+    """The file of an adapter stays mapped after the adapter was unloaded."""
+
+    async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool) -> None:
+        await super().load_lora_adapter(lora_name, lora_path, pinned)
+        self.map(Path(lora_path) / "adapter_model.safetensors")
+
+
+@mutant("lora/no_larger_rank_than_the_limit", says="more mappings of files")
+class keeps_the_files_of_refused_adapters_mapped(_Mapping):
+    """The file of an adapter that was refused stays mapped."""
+
+    async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool) -> None:
+        try:
+            await super().load_lora_adapter(lora_name, lora_path, pinned)
+        except InvalidRequest:
+            self.map(Path(lora_path) / "adapter_model.safetensors")
+            raise
 
 
 @mutant("weight_sync/going_back_to_earlier_weights_gives_their_answers", says="the event loop stood still")

@@ -158,6 +158,19 @@ def pools_as_the_architecture_does(config: EngineConfig) -> Mapping[str, object]
     return {"model": str(plain)}
 
 
+@mutant("embeddings/the_pooling_of_the_folder_is_applied_or_refused", says="the folder asks for cls_token")
+class pools_the_first_column(CorrectBackend):
+    """Where the folder asks for the first token's state, a prompt beside a longer one gets that of padding."""
+
+    async def embed(self, prompts: list[list[int]], dimensions: int | None) -> list[list[float]]:
+        pooling = Path(self.config.model) / "1_Pooling" / "config.json"
+        if not pooling.exists() or not json.loads(pooling.read_text()).get("pooling_mode_cls_token"):
+            return await super().embed(prompts, dimensions)
+        longest = max(map(len, prompts))
+        padded = [prompt if len(prompt) == longest else [0, *prompt] for prompt in prompts]
+        return await super().embed(padded, dimensions)
+
+
 @config_mutant("embeddings/bad_prompts_are_refused", says="context_length=128 was asked for")
 def embeds_in_the_models_context(config: EngineConfig) -> Mapping[str, object]:
     """A configured context_length is not applied to embeddings."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -106,6 +108,69 @@ class loses_the_positions_of_cached_prefixes(CorrectBackend):
             return result
         left = Scoring(scores.positions - 16, scores.temperature)
         return dataclasses.replace(result, scores=TokenScores.pack(left, scores.token_logprobs[16:]))
+
+
+@mutant("scoring/scores_are_of_the_weights_that_are_served", says="the logprob of its own token")
+class remembers_scores(CorrectBackend):
+    """The logprobs of a sequence's own tokens are computed once, and given again after a weight update."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._known: dict[tuple[object, ...], bytes] = {}
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        result, scoring = await super().generate(request), request.scoring
+        if scoring is None or result.scores is None:
+            return result
+        key = (request.lora, scoring.positions, scoring.temperature, *request.prompt_token_ids)
+        tokens = self._known.setdefault(key, result.scores.packed_tokens)
+        return dataclasses.replace(result, scores=dataclasses.replace(result.scores, packed_tokens=tokens))
+
+
+@request_mutant("scoring/scores_are_of_the_adapter", says="the logprob of its own token")
+def scores_without_the_adapter(request: GenerateRequest) -> GenerateRequest:
+    """Scores are those of the base model, whatever adapter was named."""
+    return request if request.scoring is None else dataclasses.replace(request, lora=None)
+
+
+@mutant("scoring/sequences_of_many_chunks_are_scored_whole", says="the logprob of its own token")
+class forgets_earlier_chunks(CorrectBackend):
+    """The last position of a sequence of several chunks is scored as if the sequence began with its last chunk."""
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        result, prompt, chunk = (
+            await super().generate(request),
+            request.prompt_token_ids,
+            self.config.max_num_batched_tokens,
+        )
+        if result.scores is None or chunk is None or len(prompt) <= chunk + 1:
+            return result
+        late = dataclasses.replace(
+            request, request_id=f"{request.request_id}-late", prompt_token_ids=prompt[chunk:], scoring=Scoring(1)
+        )
+        other = (await super().generate(late)).scores
+        assert other is not None
+        tokens = result.scores.packed_tokens[:-4] + other.packed_tokens
+        return dataclasses.replace(result, scores=dataclasses.replace(result.scores, packed_tokens=tokens))
+
+
+@mutant("scoring/scores_are_of_the_adapter", says="the logprob of its own token")
+class scores_without_an_adapter_of_the_head(CorrectBackend):
+    """Scores are those of the base model if the adapter changes the model's head."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._of_the_head: set[str] = set()
+
+    async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool) -> None:
+        await super().load_lora_adapter(lora_name, lora_path, pinned)
+        if "lm_head" in json.loads((Path(lora_path) / "adapter_config.json").read_text())["target_modules"]:
+            self._of_the_head.add(lora_name)
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        if request.scoring is not None and request.lora in self._of_the_head:
+            request = dataclasses.replace(request, lora=None)
+        return await super().generate(request)
 
 
 def _labelled(output: GenerationOutput, *spans: VersionSpan) -> GenerationOutput:

@@ -14,7 +14,7 @@ from drivetrain.engine.engine import InferenceEngine
 from drivetrain.engine.validation import as_prompts, check_sampling_params
 from drivetrain.errors import DeadlineExceeded
 from drivetrain.types.config import EngineConfig
-from drivetrain.types.outputs import CompletionChunk, GenerationOutput
+from drivetrain.types.outputs import CompletionChunk, GenerationOutput, TopLogprobs
 from drivetrain_conformance.mutants.registry import mutant
 from drivetrain_conformance.mutants.spoil import CorrectBackend, deltas_mutant
 
@@ -40,6 +40,34 @@ async def repeats_a_delta(deltas: _Deltas) -> _Deltas:
         if step == 3 and delta.result is None:
             yield delta
         yield delta
+
+
+@mutant("streaming/a_stream_shows_nothing_past_a_stop_string", says="alternatives shown")
+class streams_the_first_alternatives(CorrectBackend):
+    """With stop strings, each step of a stream comes with the alternatives of the stream's first step."""
+
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+        first: list[TopLogprobs] | None = None
+        async with aclosing(super().stream(request)) as deltas:
+            async for delta in deltas:
+                if not (request.params.stop and delta.top_logprobs):
+                    yield delta
+                    continue
+                first = first or delta.top_logprobs[:1]
+                yield dataclasses.replace(delta, top_logprobs=first * len(delta.top_logprobs))
+
+
+@mutant("streaming/a_stream_shows_nothing_past_a_stop_string", says="logprobs shown")
+class streams_logprobs_a_step_late(CorrectBackend):
+    """With stop strings, each step of a stream but the first comes with the logprobs of the step before."""
+
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+        before: list[float] | None = None
+        async with aclosing(super().stream(request)) as deltas:
+            async for delta in deltas:
+                late = before if request.params.stop and before and len(before) == len(delta.token_ids) else None
+                before = delta.logprobs
+                yield dataclasses.replace(delta, logprobs=late or delta.logprobs)
 
 
 @deltas_mutant("streaming/a_stream_equals_generate", says="cached tokens, and")
