@@ -1,0 +1,1 @@
+"""Images, videos and sounds in prompts."""
