@@ -22,19 +22,22 @@ FOREIGN = {
     " _forkserver._stop _resource_tracker._stop",
     "torch's modules and storages": "layer._parameters module._parameters owner._parameters layer._buffers"
     " module._buffers owner._buffers _modules _non_persistent_buffers_set _cdata _C"
-    " _construct_storage_from_data_pointer",
-    "torch's operations": "_foreach_copy_ _foreach_zero_ _local_scalar_dense _schema _to_copy _unsafe_view",
+    " _construct_storage_from_data_pointer _disabled_torch_function_impl",
+    "torch's operations": "_foreach_copy_ _foreach_mul_ _foreach_zero_ _local_scalar_dense _schema _to_copy"
+    " _unsafe_view",
     "torch.distributed": "_Options options._devices options._timeout _start_coalescing _end_coalescing"
     " _get_default_store _new_process_group_helper _world",
-    "transformers": "Fast._decode type(inner)._decode gate._weight_fp32",
+    "transformers": "_attn_implementation Fast._decode type(inner)._decode gate._weight_fp32",
     "SGLang": "_async_d2h _build_transcription_prompt _engine_paused _get_feat_extract_output_lengths"
     " _manager._dispatch_to_scheduler _request_dispatcher _scheduler_init_result",
-    "vLLM": "_adapter_manager _all_stop_token_ids _free_request_blocks _get_original_loader _get_prompt_logprobs_dict"
-    " _handle_client_request manager._load_adapter _lora_model_cls _pad_moe_intermediate_for_grouped_gemm"
-    " GPUModelRunner._sample _supports_onednn _update_prompt_logprobs _update_request_with_output _update_states"
-    " _verify_aux_output_compatibility",
-    "TRL": "_AsyncRolloutLoop _async_tool_dicts _generate_one_turn _generate_single_turn _iter_named_params loop._loop"
-    " _stop_event _sync_tool_dicts training._tokenize_prompts trainer._tokenize_prompts _tool_call_loop",
+    "vLLM": "manager._adapter_manager manager._active_adapters slots._active_adapters manager._registered_adapters"
+    " slots._registered_adapters _manager._get_lora_layer_weights _all_stop_token_ids _free_request_blocks"
+    " _get_original_loader _get_prompt_logprobs_dict _handle_client_request manager._load_adapter"
+    " _lora_model_cls _pad_moe_intermediate_for_grouped_gemm GPUModelRunner._sample _supports_onednn"
+    " _update_prompt_logprobs _update_request_with_output _update_states _verify_aux_output_compatibility",
+    "TRL": "_AsyncRolloutLoop _async_tool_dicts loop._generate_one_turn _generate_single_turn _iter_named_params"
+    " loop._loop _stop_event _streaming_iter _sync_tool_dicts training._tokenize_prompts"
+    " trainer._tokenize_prompts _tool_call_loop",
     "verl": "_ROLLOUT_REGISTRY _get_teacher_sampling_params",
     "OpenRLHF, AReaL, SkyRL and NeMo-Gym": "_dispatch_prompts_to_vllm _mm_pad_token_ids _workflow_executor"
     " _get_session _GLOBAL_AIOHTTP_CLIENT",

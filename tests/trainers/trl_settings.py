@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType  # type: ignore[import-untyped]
 from trl.trainer import grpo_trainer
 
 from drivetrain import DrivetrainError, EngineState, InvalidRequest, UnsupportedCapability

@@ -188,8 +188,13 @@ async def test_a_policy_in_memory_is_pushed_in_every_form(architecture: str, tmp
     folder = tiny_model(architecture)
     other = with_other_vision(folder, tmp_path / "other")
     policies = [AutoModelForImageTextToText.from_pretrained(path) for path in (other, folder)]
+    forms: list[Callable[[Any], Any]] = [
+        lambda policy: policy,
+        lambda policy: policy.state_dict(),
+        lambda policy: policy.named_parameters,
+    ]
     async with engine_of(folder) as engine:
-        for form in (lambda policy: policy, lambda policy: policy.state_dict(), lambda policy: policy.named_parameters):
+        for form in forms:
             for policy, path in zip(policies, (other, folder), strict=True):
                 async with WeightSync.connect(form(policy), engine) as sync:
                     await sync.push(version=path.name)

@@ -142,7 +142,7 @@ def captured(compute: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
 
     Other threads may use the GPU meanwhile, but none may wait for all of it (``torch.cuda.synchronize``): CUDA refuses.
     """
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         compute()  # what is set up at a first run must not be captured

@@ -275,7 +275,7 @@ class _Mapping(CorrectBackend):
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
-        self._mapped: list[torch.UntypedStorage] = []
+        self._mapped: list[object] = []
 
     def map(self, file: Path) -> None:
         """Map a file for good."""
