@@ -29,6 +29,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import torch
 
 from drivetrain.errors import EngineStartError
@@ -242,10 +243,14 @@ class Run:
             print(f"{name}: no time left", flush=True)
             return
         begun, log = time.monotonic(), self.folder / f"{name}.log"
-        with log.open("w") as output, suppress(subprocess.TimeoutExpired):
+        with log.open("w") as output:
             environment = {**os.environ, **self.environment, "CUDA_VISIBLE_DEVICES": devices}
             command = self._command(shard, self.folder / f"{name}.json")
-            subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=environment, check=False, timeout=left)
+            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
+            try:
+                process.wait(left)
+            except subprocess.TimeoutExpired:
+                _kill_family(process)
         lines = log.read_text(errors="replace").splitlines()
         took = time.monotonic() - begun
         print(f"{name} on {devices}, {took:.0f} s: {lines[-1] if lines else 'nothing'}", flush=True)
@@ -265,6 +270,15 @@ class Run:
         with ThreadPoolExecutor(max(1, at_once)) as pool:
             for index, (name, shard) in enumerate(some.items()):
                 pool.submit(self.shard, name, shard, devices[index % len(devices)])
+
+
+def _kill_family(process: subprocess.Popen[bytes]) -> None:
+    """Kill a shard and its descendants: a ``drivetrain host`` would outlive it, and keep its memory of the GPU."""
+    family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    for member in family:
+        with suppress(psutil.NoSuchProcess):
+            member.kill()
+    process.wait()
 
 
 def forks(backend: str) -> bool:
@@ -294,6 +308,7 @@ def main() -> None:
     parser.add_argument("backend", choices=sorted(ENGINE_KWARGS))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--only", default="", help="run cases whose id matches this pattern")
+    parser.add_argument("--isolation", choices=("inline", "process"), help="default: the backend's")
     parser.add_argument("--remote", action="store_true", help="use each engine through create_engine('remote')")
     parser.add_argument("--fork", action="store_true", help="fork the engines' processes from one that imported them")
     parser.add_argument("--at-once", type=int, default=3 * (os.cpu_count() or 1) // 2, help="default: 3 for 2 cores")
@@ -312,7 +327,8 @@ def main() -> None:
         return
     args.folder.mkdir(parents=True, exist_ok=True)
     forked = args.fork and forks(args.backend)
-    options = [*["--remote"] * args.remote, *["--fork-hosts"] * forked]
+    options = ["--isolation", args.isolation] if args.isolation else []
+    options += [*["--remote"] * args.remote, *["--fork-hosts"] * forked]
     run = Run(args.backend, args.folder, options, ENVIRONMENT | (_FORKED if forked else {}), end)
     gpus = max(torch.cuda.device_count(), 1)
     alone = {name: shard for name, shard in shards.items() if shard.kind.alone}
