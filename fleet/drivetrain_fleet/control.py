@@ -98,10 +98,10 @@ class FleetControl:
             if not member.status.synced:
                 self._leave_behind(member, f"it lagged when the fleet's weights became {version!r}")
 
-    def _require(self, outcomes: Outcomes[None], action: str, after: str) -> None:
+    def _require(self, outcomes: Outcomes[None], action: str, after: str, *, failing: bool = False) -> None:
         require_some(self.members)
         if outcomes.refused:
-            raise named(outcomes.refused, action, after)
+            raise named(outcomes.refused, action, after, failing=failing)
 
     # Pause -------------------------------------------------------------------------------------------------------
 
@@ -178,12 +178,12 @@ class FleetControl:
             )
             if outcomes.refused:
                 await back()
-        self._require(outcomes, "sleep()", "The others were woken up")
+        self._require(outcomes, "sleep()", "The others were woken up", failing=True)
 
     async def wake_up(self, tags: frozenset[MemoryTag]) -> None:
         """Let all members take memory again; call it again if one refuses."""
         outcomes = await self._on_each(self.members.serving, lambda member: member.calls.wake_up(tags, None))
-        self._require(outcomes, "wake_up()", "The others are awake; call wake_up() again")
+        self._require(outcomes, "wake_up()", "The others are awake; call wake_up() again", failing=True)
         self.asleep -= tags
 
     async def reset_prefix_cache(self) -> None:

@@ -296,18 +296,21 @@ async def on_each(
     )
 
 
-def named(failed: dict[Member, DrivetrainError], action: str, after: str = "") -> DrivetrainError:
+def named(
+    failed: dict[Member, DrivetrainError], action: str, after: str = "", *, failing: bool = False
+) -> DrivetrainError:
     """Make one error of the errors of several members: of the first one's class, naming all.
 
     Args:
         failed: The errors.
         action: The call that failed.
         after: The state of the fleet now, and a remedy.
+        failing: True if an internal error fails the engine that raised it: it is then ``MemberLost``.
     """
     first = next(iter(failed.values()))
     said = "; ".join(f"{member.name}: {type(error).__name__}: {error}" for member, error in failed.items())
     message = f"{action} failed on {len(failed)} of the fleet's engines: {said}" + (f". {after}" if after else "")
-    if isinstance(first, EngineDied):
+    if isinstance(first, EngineDied) or (failing and isinstance(first, EngineInternalError)):
         return MemberLost(message, member=next(iter(failed)).name)
     kind, _, fields = to_wire(first)
     error = from_wire(kind, message, fields)

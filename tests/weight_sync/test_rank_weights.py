@@ -301,7 +301,7 @@ def test_an_update_brings_each_rank_the_experts_that_it_holds(tmp_path: Path) ->
 def test_every_rank_names_all_tensors_and_reads_them(tmp_path: Path) -> None:
     two, tensors = Two(SpreadRank), mixture()
     tensors["expert.1"].zero_()
-    for manifest in two.ask("drop_adapter", "none"):
+    for manifest in two.ask("weight_manifest"):
         assert isinstance(manifest, WeightManifest)
         assert {spec.name for spec in manifest.tensors} == SHAPES.keys()
     apply(two, tmp_path, tensors)
@@ -318,7 +318,7 @@ def test_an_expert_that_is_not_what_was_sent_is_named_with_its_rank(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     two = Two(SpreadRank)
-    two.ask("drop_adapter", "none")
+    two.ask("weight_manifest")
     (holder,) = [rank for rank in two.ranks if rank.target.pieces(name)][:1]
     read = type(holder.target).read
     monkeypatch.setattr(

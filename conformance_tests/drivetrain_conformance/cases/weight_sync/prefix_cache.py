@@ -94,7 +94,8 @@ async def _prefix_of_a_request_in_flight(
         aborted: Abort the request right after the update.
     """
     engine = bench.engine
-    await engine.load_weights_from_disk(str(bench.model), "before")
+    if engine.get_weight_version() == NEW:  # of an earlier round
+        await engine.load_weights_from_disk(str(bench.model), "before")
     await engine.reset_prefix_cache()
     prompt, ended = bench.prompt(LONG_PROMPT), bench.prompt(LONG_PROMPT)
     await one(bench, ended)
