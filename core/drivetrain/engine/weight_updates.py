@@ -191,7 +191,7 @@ class WeightUpdates:
         self.controller.require_claimed(f"mode={mode.value!r}", PAUSE_CAPABILITY[mode])
 
     async def _withdraw(self, freeze: PauseMode | None = None) -> None:
-        """Let the receiver forget a failed update; requests that it was to freeze are frozen."""
+        """Let the receiver forget a failed update. If the update was to freeze requests, freeze them now."""
         try:
             async with self.controller.bounded("the receiver to forget the update"):
                 if freeze is not None:
