@@ -157,7 +157,7 @@ class Controller:
 
     @asynccontextmanager
     async def owning_weights(self, action: str) -> AsyncGenerator[None, None]:
-        """Allow one weight update, save or sleep of the weights at a time; other changes of state go on meanwhile.
+        """Allow one weight update, save or sleep of the weights at a time; other changes of state are not blocked.
 
         Enter it before :meth:`controlling`, never within.
 

@@ -32,7 +32,7 @@ from drivetrain.process.write_buffer import WriteBuffer
 
 
 class RpcClient(asyncio.Protocol):
-    """Calls methods at the other end of a socket. Bound to the event loop that it is made in.
+    """Calls methods at the other end of a socket. Belongs to the event loop in which it was created.
 
     Args:
         on_lost: Called once if the socket closes unasked, or its bytes cannot be read; gets the reason.

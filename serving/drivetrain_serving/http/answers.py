@@ -115,7 +115,7 @@ async def event_stream(
     timeout: float,
     kind: type[EventStream] = EventStream,
 ) -> EventStream:
-    """Return a stream of ``pieces``; what is refused before the first raises here, and gets a status of its own."""
+    """Return a stream of ``pieces``. An error before the first piece raises here, so the answer can have its status."""
     try:
         first = await anext(pieces)
     except BaseException:

@@ -43,8 +43,8 @@ def rank_here() -> int:
 class TrainerRanks:
     """The processes of a trainer, which go through the same steps and agree after each of them.
 
-    Rank 0 hears from every other rank, and tells all of them what it heard. At each agreement one message goes each
-    way. A rank that fails before it calls :meth:`agree` calls :meth:`tell` in its place.
+    At each agreement every other rank sends rank 0 one message, and rank 0 sends all of these back to each rank. A rank
+    that fails before it calls :meth:`agree` calls :meth:`tell` instead.
     """
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class TrainerRanks:
         except DrivetrainError as error:
             self._told = error
             raise
-        except BaseException as error:  # interrupted: what was said to this agreement is not known any more
+        except BaseException as error:  # interrupted: some messages may be lost
             self._told = error
             self.close()
             raise

@@ -64,7 +64,7 @@ class Ranks:
         self._counted = False
 
     def own_address(self) -> str:
-        """Return the address at which the other ranks reach this host: that of its route to the group's store."""
+        """Return this host's address for the other ranks: the local one of its route to the group's store."""
         store = self._base
         while hasattr(store, "underlying_store"):
             store = store.underlying_store
