@@ -175,5 +175,5 @@ class Controller:
             self._weights.release()
 
     def bounded(self, waited_for: str) -> AbstractAsyncContextManager[None]:
-        """Bound what is awaited within by ``timeouts.control``."""
+        """Bound the waits in this context by ``timeouts.control``."""
         return deadline(self.config.timeouts.control, waited_for)

@@ -19,7 +19,7 @@ from drivetrain.types.config import Task
 
 
 class StartedModel:
-    """Loads the tokenizer, starts the backend, and keeps what both said of the model."""
+    """Loads the tokenizer, starts the backend, and holds the tokenizer and the ``ModelInfo``."""
 
     def __init__(self, controller: Controller, backend: Backend) -> None:
         self.controller = controller

@@ -83,7 +83,7 @@ class RpcClient(asyncio.Protocol):
                 self._send(Cancel(call_id))
 
     def fail(self, error: Callable[[], DrivetrainError]) -> None:
-        """Give every waiter an error of its own, and refuse later calls with the same error."""
+        """End every waiting call with a new instance of this error, and refuse later calls with it."""
         self._refusal = error
         calls, self._calls = self._calls, {}
         streams, self._streams = self._streams, {}

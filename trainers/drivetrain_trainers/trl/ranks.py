@@ -30,7 +30,7 @@ _HELLO_S: Final = 10.0
 """How long a connection may take to show the key."""
 
 Facts = dict[str, Any]
-"""Plain values that a rank tells the others."""
+"""Plain values that a rank sends to the others."""
 
 
 def rank_here() -> int:
@@ -167,7 +167,7 @@ class TrainerRanks:
         return found
 
     def _heard(self, link: Link) -> Committed | Failed | None:
-        """Return what a rank says to this agreement; None if it was to an earlier one.
+        """Return a rank's message for this agreement; None if the message was for an earlier one.
 
         Raises:
             TrainerRankLost, DeadlineExceeded: the connection ended, or nothing comes.

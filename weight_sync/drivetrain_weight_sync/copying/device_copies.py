@@ -183,7 +183,7 @@ class Pace:
 
 
 class _Kind(NamedTuple):
-    """The flags for which the kernel is compiled."""
+    """The flags that select a compiled variant of the kernel."""
 
     stores: bool
     """The tensors are copied, not only read."""
