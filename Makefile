@@ -453,7 +453,8 @@ on-engines:
 
 beside-engines:
 	@$(MAKE) --no-print-directory conformance-quantised
-	@OMP_NUM_THREADS=1 .venvs/sglang/bin/drivetrain demo --backend sglang --steps 3 --no-plot # its host is no forked one
+	@# A trainer on one Python and SGLang on another, whose host is no forked one.
+	@OMP_NUM_THREADS=1 $(BIN)/drivetrain demo --backend sglang --isolation process --set python=$(abspath .venvs/sglang/bin/python) --steps 3 --no-plot
 	@$(MAKE) --no-print-directory conformance BACKEND=transformers
 	@$(MAKE) --no-print-directory conformance BACKEND=transformers ISOLATION=process
 	@$(MAKE) --no-print-directory conformance BACKEND=echo

@@ -141,7 +141,7 @@ class ConnectionLost(EngineError):
 
 
 class MemberLost(EngineError):
-    """One engine of a fleet was lost, or left behind by an update, with a request; the others serve on.
+    """An engine of a fleet was lost or missed an update while it held a request; the other engines serve on.
 
     ``member`` is the engine's name in the fleet.
     """

@@ -93,7 +93,7 @@ def _result(future: Future[_R]) -> _R:
 def _blocking(
     call: Callable[Concatenate[InferenceEngine, _P], Coroutine[Any, Any, _R]],
 ) -> Callable[Concatenate[SyncEngine, _P], _R]:
-    """Return a call of the page that blocks."""
+    """Return a blocking form of a call of ``InferenceEngine``."""
 
     @functools.wraps(call)
     def blocking(page: SyncEngine, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:

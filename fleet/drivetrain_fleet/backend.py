@@ -126,7 +126,7 @@ class FleetBackend(Backend):
         self._facts: dict[str, Facts] = {}
         self._model: ModelInfo | None = None
         self._loading = asyncio.Lock()
-        """Loading a model changes what is global in its process, so engines of this one start one after another."""
+        """Loading a model changes global state of its process, so engines in this process start one after another."""
         self._died: asyncio.Future[EngineError] | None = None
         for name, engine in engines.items():
             self.members.put(Member(name, engine, self._changed))
@@ -210,7 +210,7 @@ class FleetBackend(Backend):
         member.watch()
 
     async def start_member(self, name: str, engine: InferenceEngine, report: Callable[[str], None]) -> Member:
-        """Start an engine that is to join, and compare it; until it has joined it gets nothing."""
+        """Start an engine that joins the fleet, and compare it with the others; it gets no calls until then."""
         assert self._model is not None
         member = Member(name, engine, self._changed)
         self.members.put(member)
@@ -310,7 +310,7 @@ class FleetBackend(Backend):
     # Pause and memory --------------------------------------------------------------------------------------------
 
     async def freeze(self, mode: PauseMode) -> None:
-        # After a failed update no engine may go on, also if another one does not freeze.
+        # After a failed update no engine may resume, even if another one fails to freeze.
         await self.control.freeze(mode, undo=not self.updates.failed)
 
     async def unfreeze(self) -> None:

@@ -78,7 +78,7 @@ class BroadcastGroups:
         try:
             await gather_or_cancel(calls)
         except BaseException:
-            # Those that have formed it leave; the trainer leaves too, which ends the wait of the others.
+            # Engines that have joined leave; the trainer leaves too, which ends the other engines' wait.
             await on_each(members, lambda one: one.calls.destroy_weight_update_communicator(spec.group_name), GRACE_S)
             raise
         self._groups[spec.group_name] = members

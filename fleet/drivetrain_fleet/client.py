@@ -29,7 +29,7 @@ _KINDS: Final = PartKinds(generation=FleetGeneration, in_flight=FleetRequests, a
 
 
 class InferenceEngineClient(InferenceEngine):
-    """Several engines as one engine: the same page.
+    """Several engines as one engine, with the same methods.
 
     The engines may run in this process or in host processes, be attached by handle, and have different backends, if
     they serve one model. The fleet owns them: ``start`` starts those that were not, and ``teardown`` closes all; an

@@ -115,7 +115,7 @@ class FleetControl:
         return await self._on_each(members, pause)
 
     async def let_go(self, members: Iterable[Member]) -> Outcomes[None]:
-        """Let members go on."""
+        """Let members resume."""
 
         async def go_on(member: Member) -> None:
             await member.calls.continue_generation()
@@ -133,7 +133,7 @@ class FleetControl:
             self._left_over(await self.hold(going, self.frozen), "going on could not be undone")
 
     async def freeze(self, mode: PauseMode, *, undo: bool = True) -> None:
-        """Freeze the requests of all members; if one refuses, let all go on, unless they must not."""
+        """Freeze the requests of all members; if one refuses, unfreeze all, unless they must stay frozen."""
         back = self._let_all_go if undo and self.frozen is None else None
         async with self._put_back_if_given_up(back):
             outcomes = await self.hold(self._with_requests(), mode)
@@ -157,7 +157,7 @@ class FleetControl:
                 self._evict(member, member.status.describe())
 
     async def release(self, members: Iterable[Member]) -> None:
-        """Let the requests of members go on after a committed update; one that does not is left behind."""
+        """Unfreeze the requests of members after a committed update; a member that fails to becomes stale."""
         self._left_over(await self.let_go(members), "it did not go on after an update")
         require_some(self.members)
 

@@ -33,7 +33,7 @@ _REFUSED_AT_THE_GATE = ("asleep", "dirty")
 
 
 class Evicted(DrivetrainError):
-    """A member may not go on with a sample. Never leaves the fleet."""
+    """A member must not continue a sample. Raised and caught within the fleet."""
 
 
 class VersionUnknown(Evicted):
@@ -192,7 +192,7 @@ class Failover:
             raise named(outcomes.refused, "abort()")
 
     def evict(self, member: Member, why: str) -> None:
-        """End the samples of a member that may not go on with them; those without a token go to another one."""
+        """End the samples that a member must not continue; samples without a token go to another member."""
         tickets = self.sending.of(member)
         for ticket in tickets:
             ticket.evicted = why

@@ -70,7 +70,7 @@ class Member:
         self.status = MemberStatus()
         self.load = Load()
         self.held = False
-        """True if the fleet has paused it and not let it go on since."""
+        """True while this member is paused by the fleet."""
         self._changed = changed
         self._watching = False
         self._ours = 0

@@ -97,7 +97,7 @@ class SoFar:
         return ""
 
     def ended(self) -> GenerateResult | None:
-        """Return the result if no token is left to generate: the engine was lost before it said so."""
+        """Return the result if no token is left to generate: the engine was lost before it reported the end."""
         made = len(self._ids)
         drawn = self.whole.resumed_tokens + made
         stopped = drawn > self.whole.params.min_new_tokens and self._ids[-1] in self.whole.stop_token_ids

@@ -72,7 +72,7 @@ class Load:
 
 @dataclass(slots=True)
 class Router:
-    """Chooses an engine for each sample, and remembers what it sent where."""
+    """Chooses an engine for each sample, and records which prompts it sent to which engine."""
 
     policy: RoutingPolicy = field(default_factory=RoutingPolicy)
     _prefixes: dict[str, PrefixIndex] = field(default_factory=dict)

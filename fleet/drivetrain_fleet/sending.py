@@ -34,9 +34,9 @@ class Ticket:
     """Tokens that the sample has; 1 if the fleet does not see them and there may be some."""
     aborted: bool = False
     evicted: str = ""
-    """Why its member may not go on with it; empty: it may."""
+    """Why the member must not continue this sample; empty if it may."""
     lost_by: dict[Member, DrivetrainError] = field(default_factory=dict)
-    """Members that were lost with it before it began."""
+    """Members that were lost while they held this sample, before it had a token."""
     waiter: asyncio.Future[None] | None = None
     """Set while the sample waits in the queue; done once it has a member or was aborted."""
 

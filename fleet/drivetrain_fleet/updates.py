@@ -55,7 +55,7 @@ class _Update:
 
     request: WeightUpdateRequest
     members: list[Member]
-    """Those that are still part of it."""
+    """Members that still take part in the update."""
     lost: dict[Member, DrivetrainError] = field(default_factory=dict)
     """Those that are not any more."""
     begun: bool = False
@@ -285,9 +285,9 @@ class FleetUpdates:
         return self._update
 
     def _without(self, update: _Update, failed: dict[Member, DrivetrainError]) -> None:
-        """Go on without members that failed a step, if enough are left."""
+        """Continue without members that failed a step, if enough are left."""
         update.drop(failed)
-        if failed:  # in the background: the others have no time to lose
+        if failed:  # in the background, so that the other members do not wait
             reason = "; ".join(str(error) for error in failed.values())
             task = asyncio.ensure_future(_break_off(failed, reason))
             self._breaking_off.add(task)
@@ -343,7 +343,7 @@ class FleetUpdates:
                 f"{described(self.members)}. {after}"
             )
         after = f"{left} are left, and min_engines={self.min_engines}. {after}"
-        # The lost ones first: in a broadcast the others fail because of them.
+        # Lost members first: in a broadcast, the other members' failures follow from theirs.
         failed = dict(sorted(failed.items(), key=lambda one: not isinstance(one[1], EngineDied)))
         error = named(failed, f"the update to {version!r}", after)
         if isinstance(error, WeightSyncError | DeadlineExceeded):
@@ -353,7 +353,7 @@ class FleetUpdates:
         return wrapped
 
     async def _commit(self, update: _Update, version: str) -> None:
-        """Make the version the fleet's; members that did not commit it are left behind, and the others go on."""
+        """Publish the version for the fleet; members that did not commit it have missed it, and the others resume."""
         self._update = None
         self.serve(FleetWeights(version, _folder(update.request)))
         self.failed = False
@@ -371,7 +371,7 @@ class FleetUpdates:
                     going_on.append(member)
                 else:
                     self._evict(member, why)
-        if self._control.frozen is None:  # else the engine page lets them go on when it is free to
+        if self._control.frozen is None:  # else the engine resumes them when it may
             await self._control.release([member for member in going_on if member.held])
 
     def _all_stale(self, update: _Update) -> None:

@@ -38,7 +38,7 @@ class Part:
     """Scores of some consecutive positions."""
 
     start: int
-    """The first of the positions, counted from the first one that is scored."""
+    """Index of the first of these positions among all scored positions of the sequence."""
     given: torch.Tensor
     """Logprobs of each position's own token and of its given ids, float32 of shape (positions, 1 + width)."""
     top: torch.Tensor

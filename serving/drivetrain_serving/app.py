@@ -44,7 +44,7 @@ Answer = Callable[[Request], Awaitable[Response]]
 OPENAI_ROUTES: Final = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings")
 """Routes whose error bodies follow the server's dialect."""
 _GONE: Final = 499
-"""Status of a request whose client went before the answer, as nginx logs it; nobody receives it."""
+"""Logged status of a request whose client disconnected before the answer, as in nginx; it is never sent."""
 
 
 def create_app(engine: InferenceEngine, config: ServerConfig | None = None) -> Starlette:

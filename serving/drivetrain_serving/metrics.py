@@ -20,7 +20,7 @@ from drivetrain_fleet import InferenceEngineClient
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """An engine's page, and what the engine said when it was asked; None if it could not."""
+    """An engine, and its statistics; None instead of statistics if the engine could not answer."""
 
     engine: InferenceEngine
     stats: EngineStats | None

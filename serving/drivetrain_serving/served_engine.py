@@ -46,7 +46,7 @@ class ServedEngine:
         self._by_request: dict[str, None] = {}
         """Names that requests had loaded; the least recently named first."""
         self.slept = False
-        """True if the pause is that of a sleep, which waking up ends."""
+        """True if the engine is paused by a sleep; waking up then ends the pause."""
         self.traffic = Traffic()
         self._loading = asyncio.Lock()
         self._updates = 0

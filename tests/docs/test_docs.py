@@ -91,3 +91,22 @@ def test_every_public_name_has_a_docstring() -> None:
     public = {entry: getattr(drivetrain, entry) for entry in drivetrain.__all__}
     documented = [entry for entry, thing in public.items() if inspect.isclass(thing) or inspect.isfunction(thing)]
     assert [entry for entry in documented if not inspect.getdoc(public[entry])] == []
+
+
+def test_every_room_is_on_the_architecture_page_and_every_package_in_the_guide_for_contributors() -> None:
+    page = (ROOT / "docs/explanation/architecture.md").read_text(encoding="utf-8")
+    guide = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    packages = [path.parent for path in ROOT.glob("*/drivetrain*/__init__.py")]
+    assert len(packages) >= 8
+    for package in packages:
+        assert f"| `{package.parent.name}/` | `{package.name}` |" in guide
+        rooms = {room.parent.name for room in package.glob("*/__init__.py")}
+        table = page.partition(f"| `{package.name}.` |")[2].partition("\n\n")[0]
+        assert {room for room in rooms if f"`{room}`" not in table} == set(), package.name
+
+
+@pytest.mark.parametrize("folder", ["docs/how-to", "docs/reference"])
+def test_an_index_links_every_page_of_its_folder(folder: str) -> None:
+    index = ROOT / folder / "index.md"
+    linked = {(index.parent / link).resolve() for link in LINK.findall(index.read_text(encoding="utf-8"))}
+    assert [name(page) for page in sorted((ROOT / folder).rglob("*.md")) if page not in linked | {index}] == []

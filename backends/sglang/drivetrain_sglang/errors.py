@@ -6,7 +6,7 @@ from drivetrain.backend.toolkit.translation import refused_field
 from drivetrain.errors import DrivetrainError, EngineInternalError, EngineOutOfMemory, InvalidRequest
 
 OUT_OF_MEMORY = ("out of memory", "not enough memory", "kv cache pool is full", "cannot allocate memory")
-"""Phrases by which SGLang's errors are recognised as out of memory."""
+"""Phrases in SGLang's errors that mean that memory ran out."""
 
 
 def as_engine_error(error: BaseException) -> DrivetrainError:

@@ -104,7 +104,7 @@ MOVES_CACHE: Final = ("enable_hierarchical_cache", "enable_lmcache")
 """SGLang's arguments for caches whose prefixes return to other slots, where the record has no experts of theirs."""
 
 ROOM: Final = 8
-"""Tokens by which SGLang's limits exceed ours: it would truncate a request that fits exactly by one token."""
+"""Tokens added to SGLang's limits: without them SGLang truncates a request that fits exactly by one token."""
 
 CPU_POOL: Final = 65536
 """Tokens in the KV pool on a CPU, unless set in ``engine_kwargs``."""
@@ -292,12 +292,12 @@ def sampling_params(request: GenerateRequest, *, deterministic: bool = False) ->
 
 
 class Ending(Enum):
-    """A plain SGLang, which ends at EOS ids of its own, made to end at a request's stop ids."""
+    """How a stock SGLang, which ends at its own EOS ids, is made to end at a request's stop ids."""
 
     BY_ITSELF = "by itself"
     """SGLang's own EOS ids are among the request's stops."""
     NEVER = "never"
-    """The request has no stop ids, so it sets ``ignore_eos``, which switches all of them off."""
+    """The request has no stop ids, so ``ignore_eos`` switches all EOS ids off."""
     WATCHED = "watched"
     """The request sets ``ignore_eos``, and the client that reads its tokens ends it at its stop ids."""
 

@@ -22,7 +22,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 logger: Final = logging.getLogger("drivetrain.transformers")
 
 _COLUMNS: Final = 64
-"""Columns by which a range is rounded."""
+"""Ranges of columns are rounded up to a multiple of this."""
 _MOST_GRAPHS: Final = 16
 _EAGER_STEPS: Final = 2
 """Steps of a shape before its graph is captured: shapes that pass by are not worth one."""
@@ -145,7 +145,7 @@ def captured(compute: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        compute()  # what is set up at a first run must not be captured
+        compute()  # set-up at a first run must not be captured
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
@@ -223,7 +223,7 @@ class DecodeGraphs:
         try:
             replay = self.capture(lambda: fixed(step))
         except (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError, IndexError) as error:
-            # The step itself is computed; transformers, or the memory, does not allow a graph of it.
+            # The step can be computed, but transformers or the free memory does not allow a graph.
             self._give_up(f"a decode step cannot be captured as a CUDA graph: {type(error).__name__}: {error}")
             return
         self._graphs[shape] = _Graph(step, replay, self._addresses())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from drivetrain.errors import DrivetrainError, EngineInternalError, EngineOutOfMemory
 
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory")
-"""Phrases by which an exception of another type is recognised as out of memory."""
+"""Phrases in exceptions of other types that mean that memory ran out."""
 
 
 def as_engine_error(error: BaseException) -> DrivetrainError:

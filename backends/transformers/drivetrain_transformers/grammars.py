@@ -67,7 +67,7 @@ class Grammars:
         if task is None:
             task = self._compiling[grammar] = asyncio.create_task(self._compile(grammar))
             task.add_done_callback(lambda _: self._compiling.pop(grammar, None))
-        # A request that leaves must not take the others' grammar along.
+        # A cancelled request must not cancel the compilation for the other requests.
         return await asyncio.shield(task)
 
     async def close(self) -> None:

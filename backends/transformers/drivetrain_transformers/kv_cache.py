@@ -220,7 +220,7 @@ class RunningCache(Cache):
         self.lengths = [length + 1 for length in self.lengths]
 
     def drop_graphs(self) -> None:
-        """Drop the graphs of steps: what they read changes."""
+        """Drop the graphs of steps: the memory that they read is about to change."""
         if self.graphs is not None:
             self.graphs.drop()
 

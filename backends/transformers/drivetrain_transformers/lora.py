@@ -34,7 +34,7 @@ NO_ADAPTER = "__base__"
 _HONOURED: Final = frozenset({"lora_bias", "fan_in_fan_out"})
 """Fields of ``adapter_config.json`` that peft applies per row, beyond those of plain LoRA."""
 _OF_PEFT: Final = (ValueError, RuntimeError, KeyError, TypeError, AttributeError, NotImplementedError)
-"""Exceptions by which peft says that it cannot adapt a layer."""
+"""Exceptions that peft raises for a layer that it cannot adapt."""
 
 
 @dataclass(frozen=True, slots=True)

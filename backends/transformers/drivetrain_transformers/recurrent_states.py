@@ -76,6 +76,6 @@ def put_states(layers: Sequence[Any], states: States) -> None:
 
 
 def concatenated(states: Iterable[States]) -> dict[Slot, torch.Tensor]:
-    """Return states of several rows as those of one batch."""
+    """Concatenate the states of several rows into the states of one batch."""
     together = list(states)
     return {slot: torch.cat([each[slot] for each in together]) for slot in together[0]}

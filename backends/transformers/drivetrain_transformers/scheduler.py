@@ -155,9 +155,9 @@ class Scheduler:
             self.take_grammar(request.request_id, grammar)
 
     def _prefilled(self, request: GenerateRequest) -> int | None:
-        """Return the number of a request's ids that prefill computes; None: all, and generated ones after a retraction.
+        """Return how many of the first ids prefill computes, also after a retraction; None if it computes all.
 
-        Where results are deterministic, ids that were generated are computed as they were: one at a time.
+        With deterministic results, decoding computes generated ids again one at a time, as it did the first time.
         """
         if not self._prefill.runs_alone or request.max_new_tokens == 0:
             return None
@@ -334,7 +334,10 @@ class Scheduler:
             self._decode([sequence], self._cache[row], row)
 
     def _decode(self, sequences: list[Sequence], cache: RunningCache, first: int) -> None:
-        """Compute the next token of rows from ``first`` on; draw one unless a row alone computes a token again."""
+        """Run one decode step for the rows from ``first`` on, and draw their next tokens.
+
+        A row that runs alone after a retraction may only compute an id again that was drawn before: draw none then.
+        """
         cache.open_column()
         computed = self.model.decode(
             [sequence.token_at(length) for sequence, length in zip(sequences, cache.lengths, strict=True)],

@@ -1,4 +1,4 @@
-"""Caches of running rows, of which each is computed alone."""
+"""Caches of running rows that are each computed alone."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ class Sequence:
         return self.request.prompt_token_ids[place] if after < 0 else self.row.generated[after]
 
     def has_after(self, place: int) -> bool:
-        """Return whether prompt and output go on after a place."""
+        """Return whether prompt and output have an id after this place."""
         return place + 1 < len(self.request.prompt_token_ids) + len(self.row.generated)
 
     def take_prompt_experts(self, experts: torch.Tensor) -> None:

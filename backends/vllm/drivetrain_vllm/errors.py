@@ -6,7 +6,7 @@ from drivetrain.backend.toolkit.translation import refused_field
 from drivetrain.errors import DrivetrainError, EngineDied, EngineInternalError, EngineOutOfMemory, InvalidRequest
 
 OUT_OF_MEMORY = ("out of memory", "not enough memory", "cannot allocate memory", "no available memory")
-"""Phrases by which vLLM's errors are recognised as out of memory."""
+"""Phrases in vLLM's errors that mean that memory ran out."""
 DEAD = "enginecore encountered an issue"
 """Message of vLLM's EngineDeadError; its server passes on nothing else."""
 

@@ -112,7 +112,7 @@ _ON_A_CPU: Final[Mapping[str, object]] = {
 }
 _ATTENTION_ON_A_CPU: Final = ("CPU_ATTN", "CPU_MLA", "AMX_MLA")
 WITH_XGRAMMAR: Final = frozenset({"auto", "xgrammar"})
-"""Settings of vLLM by which it may compile a grammar with xgrammar."""
+"""Settings of vLLM with which it may compile a grammar by xgrammar."""
 
 _TEMPERATURES: Final = (0.01, 2.0)
 """Lowest and highest temperature that vLLM honours, besides zero: it raises lower ones, and refuses higher ones."""
@@ -268,7 +268,7 @@ def engine_arguments(
 
 
 def room_of(config: EngineConfig) -> int:
-    """Return the tokens by which vLLM's limit exceeds ours: it generates one token even if it only scores a prompt."""
+    """Return how many tokens vLLM's limit needs beyond ours: it generates one token even if it only scores a prompt."""
     return int(config.task is Task.GENERATE)
 
 

@@ -432,7 +432,7 @@ async def it_describes_itself(bench: Bench) -> None:
 async def off_the_main_thread(bench: Bench) -> None:
     """An engine starts and serves off the main thread, leaving signal handlers and GPU variables unchanged.
 
-    One that takes dtype="float16" computes in it.
+    The engine is started with dtype="float16" if it accepts that, and must then compute in it.
     """
     numbers = sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
     handlers = [signal.getsignal(number) for number in numbers]

@@ -94,7 +94,7 @@ class chunks_by_the_budget(_Deterministic):
 
 
 class _FrozenOtherwise(KnowingRequests):
-    """Rounds requests otherwise that were frozen in one mode."""
+    """Rounds a request differently once it was frozen in one mode."""
 
     mode: PauseMode
 

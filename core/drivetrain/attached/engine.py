@@ -47,7 +47,7 @@ _KINDS: Final = PartKinds(
 
 
 class AttachedEngine(InferenceEngine):
-    """An engine that another process owns: the same page. Made by :func:`attach`, or by ``create_engine("remote")``.
+    """An engine that another process owns. Made by :func:`attach`, or by ``create_engine("remote")``.
 
     Prompts are tokenised and texts cut in this process; states, gates and versions are the owner's. ``teardown``
     detaches: the engine goes on. Sessions are this holder's own.

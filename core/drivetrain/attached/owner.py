@@ -134,7 +134,7 @@ class Owner:
     async def _reconnect(self, before: Connected, reason: str) -> None:
         await asyncio.to_thread(before.pulse.stop)
         try:
-            if (said := before.connection.refusal) is not None:  # the owner said farewell, and why
+            if (said := before.connection.refusal) is not None:  # the owner said why it ends
                 raise said
             self.connected = await self._connect_again()
         except EngineDied as error:

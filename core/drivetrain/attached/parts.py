@@ -108,7 +108,7 @@ class AttachedLoadedAdapters(LoadedAdapters):
     """Mirrors the names of the owner's adapters."""
 
     def adopt(self, names: Iterable[str]) -> None:
-        """Take the owner's names."""
+        """Replace the names by those of the owner's adapters."""
         self._by_name = {name: LoadedLora(name, pinned=False) for name in names}
 
 
@@ -208,7 +208,7 @@ class AttachedTransaction(WeightTransaction):
         self.nbytes = cast(int, await ask(self._controller, self._owner, seconds, "load_buckets", list(indices)))
 
     def committed(self, applied: AppliedUpdate) -> None:
-        """Take note of what the update took."""
+        """Record how many bytes the update brought and how long generation was paused."""
         self.nbytes, self.paused_seconds = applied.nbytes, applied.paused_seconds
 
 

@@ -30,7 +30,7 @@ _E = TypeVar("_E", bound=AttachedEngine)
 
 
 def remote_engine(fields: Mapping[str, object], page: type[_E]) -> _E:
-    """Make the page of the engine at ``endpoint``, to be started; asks its owner what the engine is.
+    """Make an engine for the one at ``endpoint``, to be started; asks its owner for its facts.
 
     Args:
         fields: ``endpoint``, ``key``, ``ssl_fingerprint``, ``ssl_ca_certs``, and fields of :class:`EngineConfig` that

@@ -181,7 +181,7 @@ def _unknown(name: str) -> Check:
 
 
 def _none_available(infos: list[BackendInfo], run: bool) -> Check:
-    """Judge an environment without an engine: fine as drivetrain's light install, unless an engine is to run here."""
+    """Judge an environment without an engine: a light install is fine, unless the user asked for an engine here."""
     if run:
         return Check("backends", Verdict.FAILED, "none is available for --run; see the reasons above")
     if any(info.status is not BackendStatus.ENGINE_MISSING for info in infos):

@@ -37,7 +37,7 @@ async def started(engine: InferenceEngine) -> AsyncGenerator[Callable[[], Awaita
         yield lambda: _unless(told_to_end, _failed(engine))
     finally:
         await engine.teardown()
-        gc.unfreeze()  # else what they hold is not released at exit, and C++ modules report it as leaked
+        gc.unfreeze()  # otherwise their objects are not released at exit, and C++ modules report leaks
 
 
 async def _unless(told_to_end: asyncio.Event, work: Coroutine[object, object, None]) -> None:

@@ -110,7 +110,7 @@ class Adapters:
 
     @asynccontextmanager
     async def _without_users(self, request: WeightUpdateRequest, name: str) -> AsyncGenerator[None, None]:
-        """Hold new requests, and deal with those of the adapter as the update's mode says."""
+        """Hold new requests, and abort or await the adapter's requests in flight, as the update's mode says."""
         before = self.controller.status
         self.controller.move_to(before.begin_update())
         try:
@@ -145,7 +145,7 @@ class Adapters:
         return LoadedLora(backend_name, pinned)
 
     def _refuse_users(self, name: str, mode: PauseMode) -> None:
-        """Raise if requests in flight use the adapter and ``mode`` would have them go on with another."""
+        """Raise if requests in flight use the adapter and ``mode`` would let them continue with another one."""
         users = self.in_flight.running_with_lora(name)
         if users and mode in (PauseMode.IN_PLACE, PauseMode.RETRACT):
             raise EngineBusy(

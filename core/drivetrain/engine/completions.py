@@ -34,7 +34,7 @@ def aborted_before_start(sample: Sample) -> GenerateResult:
 
 
 def is_unlabelled_score(sample: Sample, result: GenerateResult) -> bool:
-    """Return whether a prompt was only scored, and nothing says by which weights."""
+    """Return whether a prompt was only scored and the result names no weight version."""
     scored = sample.request.max_new_tokens == 0 and result.finish_reason is not FinishReason.ABORT
     return scored and not result.weight_versions
 

@@ -157,7 +157,7 @@ class Controller:
 
     @asynccontextmanager
     async def owning_weights(self, action: str) -> AsyncGenerator[None, None]:
-        """Allow one weight update, save or sleep of the weights at a time; other changes of state go on meanwhile.
+        """Allow one weight update, save or sleep of the weights at a time; other changes of state are not blocked.
 
         Enter it before :meth:`controlling`, never within.
 
@@ -175,5 +175,5 @@ class Controller:
             self._weights.release()
 
     def bounded(self, waited_for: str) -> AbstractAsyncContextManager[None]:
-        """Bound what is awaited within by ``timeouts.control``."""
+        """Bound the waits in this context by ``timeouts.control``."""
         return deadline(self.config.timeouts.control, waited_for)

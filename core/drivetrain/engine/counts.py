@@ -14,7 +14,7 @@ from drivetrain.engine.states import EngineState, EngineStatus, WeightState
 from drivetrain.types.outputs import FinishReason
 
 FAILED: Final = "error"
-"""The reason of a sample that ended with an exception, beside those of :class:`FinishReason`."""
+"""Finish reason of a sample that ended with an exception; the other reasons are :class:`FinishReason`'s."""
 _OVER: Final = (EngineState.FAILED, EngineState.CLOSED)
 
 
@@ -61,7 +61,7 @@ class SampleCounts:
         self.prompt_tokens += len(request.prompt_token_ids)
 
     def step(self, delta: TokenDelta, before: int = 0) -> int:
-        """Count one step of a sample of which ``before`` tokens were counted; return how many are by now."""
+        """Count one step of a sample that had ``before`` tokens counted; return its new count."""
         now = before + len(delta.token_ids)
         if delta.result is not None:
             now = max(now, len(delta.result.token_ids))
@@ -95,7 +95,7 @@ class Stretch:
 
 
 class StateTimes:
-    """Pauses, sleeps and weight updates of an engine, as this page of it saw them. No number ever falls."""
+    """Counts and times of the pauses, sleeps and weight updates that this ``InferenceEngine`` saw. They never fall."""
 
     def __init__(self) -> None:
         self.paused = Stretch()

@@ -31,7 +31,7 @@ from drivetrain.types.prompts import PromptLike
 Prompts = PromptLike | Sequence[PromptLike]
 Params = ParamsLike | Sequence[ParamsLike] | None
 Whole = Callable[[list[int]], list[int]]
-"""Makes the token ids of a whole conversation from those of its new turn."""
+"""Makes the token ids of a whole conversation from the ids of its new turn."""
 
 
 class Generation:

@@ -167,7 +167,7 @@ class HolderCalls(SharedEngine):
             await self.parts.updates.forget(prepared)
 
     async def apply_update(self, request: WeightUpdateRequest | None) -> AppliedUpdate:
-        # In a task of its own: a holder that is gone must not interrupt what has begun to write the weights.
+        # In a task of its own: a holder that disconnects must not interrupt an update that is writing weights.
         applying = asyncio.ensure_future(self._apply(self._take(request)))
         self._applying.add(applying)
         applying.add_done_callback(self._applying.discard)

@@ -19,7 +19,7 @@ from drivetrain.types.config import Task
 
 
 class StartedModel:
-    """Loads the tokenizer, starts the backend, and keeps what both said of the model."""
+    """Loads the tokenizer, starts the backend, and holds the tokenizer and the ``ModelInfo``."""
 
     def __init__(self, controller: Controller, backend: Backend) -> None:
         self.controller = controller
@@ -37,7 +37,7 @@ class StartedModel:
         self.take(tokenizer, await self.backend.start(report))
 
     def take(self, tokenizer: Tokenizer, info: ModelInfo) -> None:
-        """Take the tokenizer and what the backend said of the model."""
+        """Store the tokenizer and the backend's description of the model."""
         self._tokenizer = tokenizer
         self._info = self.with_all_eos_ids(info)
         self._builder = self.new_builder()

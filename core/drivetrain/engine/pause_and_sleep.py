@@ -97,11 +97,11 @@ class PauseAndSleep:
         self._frozen = True
 
     def were_unfrozen(self) -> None:
-        """Take note that the backend let requests go on as part of a weight update."""
+        """Record that the backend unfroze requests as part of a weight update."""
         self._frozen = False
 
     async def unfreeze_if_free(self, after: EngineStatus) -> None:
-        """Let frozen requests go on unless ``after``, the status to come, holds them."""
+        """Unfreeze requests unless ``after``, the next status, keeps them frozen."""
         if self._frozen and not after.holds_requests:
             async with self.controller.bounded("frozen requests to go on"):
                 await self.backend.unfreeze()
@@ -173,7 +173,7 @@ class PauseAndSleep:
 
     @asynccontextmanager
     async def _failing(self) -> AsyncGenerator[None, None]:
-        """Fail the engine on an internal error within: a part of its memory may be gone, and nobody knows which."""
+        """Fail the engine on an internal error in this context: an unknown part of its memory may be gone."""
         try:
             yield
         except EngineInternalError as error:

@@ -135,7 +135,7 @@ class RequestsInFlight:
             self._like_samples.difference_update(new)
 
     def _clashes(self, samples: Samples) -> bool:
-        """Return True if a sample's id equals the id of a prompt under way, or the other way round."""
+        """Return True if an id of these samples is the id of another prompt in flight, or the reverse."""
         if any(samples.index_of(other) is not None for other in self._like_samples):
             return True
         found = self._sample(samples.request.request_id)

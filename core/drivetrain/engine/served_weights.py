@@ -1,4 +1,4 @@
-"""The weights that an engine serves: their version, and what can be read or saved of them."""
+"""The weights that an engine serves: their version, and reading and saving them."""
 
 from __future__ import annotations
 

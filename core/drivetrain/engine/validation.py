@@ -243,7 +243,7 @@ def as_prompts(value: PromptLike | Sequence[PromptLike], context_length: int | N
 
     Args:
         value: The prompts.
-        context_length: Most token ids of a prompt. Longer ones are refused before any of their ids is looked at.
+        context_length: Most token ids of a prompt. Longer prompts are refused before their ids are checked.
 
     Raises:
         InvalidRequest: naming the prompt and what is wrong with it.

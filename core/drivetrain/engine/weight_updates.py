@@ -97,7 +97,7 @@ class WeightUpdates:
         return transaction
 
     async def forget(self, request: WeightUpdateRequest) -> None:
-        """Drop this request if it is the one that was prepared; the receiver lets go of what it staged."""
+        """Drop this request if it is the prepared one; the receiver frees what it staged."""
         if self._prepared is not None and self._prepared.request is request:
             self._prepared = None
             await self._withdraw()
@@ -191,7 +191,7 @@ class WeightUpdates:
         self.controller.require_claimed(f"mode={mode.value!r}", PAUSE_CAPABILITY[mode])
 
     async def _withdraw(self, freeze: PauseMode | None = None) -> None:
-        """Let the receiver forget a failed update; requests that it was to freeze are frozen."""
+        """Let the receiver forget a failed update. If the update was to freeze requests, freeze them now."""
         try:
             async with self.controller.bounded("the receiver to forget the update"):
                 if freeze is not None:

@@ -22,7 +22,7 @@ MOST_FRAME_PIXELS: Final = 1 << 25
 """Maximum pixels of one frame: 8K. A decoder holds up to twenty frames."""
 
 _THREADS: Final = 4
-"""Number of FFmpeg threads; each holds a frame of its own."""
+"""Number of FFmpeg threads; each holds one decoded frame."""
 
 _OF_FRAMES: Final = {"max_pixels": str(MOST_FRAME_PIXELS)}
 

@@ -29,7 +29,7 @@ _DEADLINE_S: Final = 120.0
 
 
 class DescribedError(msgspec.Struct, frozen=True):
-    """An error of the other environment, as it is written to its answer."""
+    """An error of the other environment, in the form in which the probe's answer carries it."""
 
     error: str
     message: str

@@ -106,7 +106,7 @@ class _Needed:
         self._pid = pid
         self.ended = False
         self.frozen = 0.0
-        """Seconds for which it has been stopped."""
+        """Seconds for which the process has been stopped."""
         try:
             self._process: psutil.Process | None = psutil.Process(pid)
             self._name = _title(self._process)

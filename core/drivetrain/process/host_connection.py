@@ -63,7 +63,7 @@ class HostConnection(RpcClient):
     def _progress(self, text: str) -> None:
         try:
             self._report(text)
-        except Exception:  # the caller's code; an exception of it here would break the connection
+        except Exception:  # the caller's code, whose exception would break the connection
             _logger.exception("the callback for the progress of the engine's start failed on %r", text)
 
     def _exception(self, message: Failure) -> Exception:

@@ -88,7 +88,7 @@ class PulseWatch(threading.Thread):
                 poll.register(fd, select.POLLIN)
             ready = {fd for fd, _ in poll.poll(1000 * _TICK_S)}
             before, now = now, time.monotonic()
-            passed = min(now - before, 2 * _TICK_S)  # capped: a pause of this whole machine is no silence of the others
+            passed = min(now - before, 2 * _TICK_S)  # capped: this machine may have been paused
             for fd, one in watched.items():
                 reason = self._heard(one) if fd in ready or one.is_new else self._silent(one, passed)
                 if reason:

@@ -32,7 +32,7 @@ from drivetrain.process.write_buffer import WriteBuffer
 
 
 class RpcClient(asyncio.Protocol):
-    """Calls methods at the other end of a socket. Bound to the event loop that it is made in.
+    """Calls methods at the other end of a socket. Belongs to the event loop in which it was created.
 
     Args:
         on_lost: Called once if the socket closes unasked, or its bytes cannot be read; gets the reason.
@@ -83,7 +83,7 @@ class RpcClient(asyncio.Protocol):
                 self._send(Cancel(call_id))
 
     def fail(self, error: Callable[[], DrivetrainError]) -> None:
-        """Give every waiter an error of its own, and refuse later calls with the same error."""
+        """End every waiting call with a new instance of this error, and refuse later calls with it."""
         self._refusal = error
         calls, self._calls = self._calls, {}
         streams, self._streams = self._streams, {}

@@ -98,7 +98,7 @@ class SharedEngine(ABC):
 
     @abstractmethod
     async def forget_weight_update(self) -> None:
-        """Drop what was prepared."""
+        """Drop the prepared update."""
 
     @abstractmethod
     async def apply_update(self, request: WeightUpdateRequest | None) -> AppliedUpdate:

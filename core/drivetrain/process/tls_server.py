@@ -113,7 +113,7 @@ class TlsServer(asyncio.Protocol, asyncio.Transport):
 
     def close(self) -> None:
         if self._ready and not self._detached:
-            with contextlib.suppress(ssl.SSLError):  # the other side's farewell is not waited for
+            with contextlib.suppress(ssl.SSLError):  # do not wait for the other side's close
                 self._tls.unwrap()
             self._flush()
         self._raw.close()
@@ -122,7 +122,7 @@ class TlsServer(asyncio.Protocol, asyncio.Transport):
         self._raw.abort()
 
     def detach(self) -> TlsSocket:
-        """Give the connection to a thread; the loop reads and writes no more of it."""
+        """Hand the connection to a thread; the event loop stops reading and writing it."""
         self._detached = True
         self._flush()
         raw = self._raw.get_extra_info("socket")

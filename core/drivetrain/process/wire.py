@@ -37,7 +37,7 @@ class Hello(_Message, frozen=True):
     python: str
     pid: int
     nonce: bytes = b""
-    """From an engine's listener: what the holder's proof is made of."""
+    """Sent by an engine's listener, for the holder's proof of the key."""
 
 
 class Attached(_Message, frozen=True):
@@ -155,7 +155,7 @@ class Call(_Message, frozen=True):
 
 
 class Cancel(_Message, frozen=True):
-    """Cancel a call that nobody waits for any more; a generation is aborted."""
+    """Cancel a call whose caller stopped waiting; a generation is aborted."""
 
     id: int
 

@@ -40,7 +40,7 @@ class WorkerListener:
         """Wait until the engine's process has connected.
 
         Args:
-            lost: Makes the error of a call for which the process is gone.
+            lost: Makes the error of calls after the process is gone.
             patience: Seconds to wait.
 
         Raises:

@@ -59,7 +59,7 @@ class Sent:
     name: str
     """The request's id at the server."""
     ended: bool = False
-    """True if the server reported its end, or nobody waits for it any more."""
+    """True if the server reported its end or the caller stopped waiting."""
 
 
 Says = TypeVar("Says", bound=ServerAnswers)

@@ -16,7 +16,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 _TAG: Final = "CONTINUE_FINAL_MESSAGE_TAG "
-"""Marks the end of the message to continue: what the template writes after it is cut off."""
+"""Marks the end of the message to continue: the template's output after the mark is cut off."""
 _REASONING_FIELDS: Final = ("reasoning_content", "thinking", "reasoning")
 """Fields under which a message's reasoning comes; templates read the first, those of gpt-oss the second."""
 

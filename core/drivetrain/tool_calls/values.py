@@ -64,7 +64,7 @@ def read_value(text: str, accepted: Accepted | None) -> JsonValue:
 
 
 def _fitting(value: JsonValue, types: frozenset[str]) -> JsonValue:
-    """Return the value as one of these types; None if it has none of them."""
+    """Return the value converted to one of these types; None if no type fits."""
     kind = type_of(value)
     if kind in types or (kind == "integer" and "number" in types):
         return value

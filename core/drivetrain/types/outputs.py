@@ -50,7 +50,7 @@ class ReleasedText:
     """Text and ids of a stream that no later match of a stop string or regex can take away."""
 
     text: str
-    """The text that follows what was released before."""
+    """The text since the previous chunk."""
     token_count: int
     """Number of ids that are released, from the sample's first on."""
 

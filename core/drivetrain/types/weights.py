@@ -176,7 +176,7 @@ LORA_TRANSPORTS: Final = ("in_process", "shared_memory", "cuda_ipc", "broadcast"
 
 
 def transport_of(source: WeightSource) -> str:
-    """Return how the tensors of a source travel: its kind, or that of its ranks."""
+    """Return how the tensors of a source travel: the kind of the source, or of its ranks' sources."""
     return source.ranks[0].kind if isinstance(source, ShardsSource) else source.kind
 
 
@@ -280,7 +280,7 @@ class CommitUpdate:
 
 @dataclass(frozen=True, slots=True)
 class AbortUpdate:
-    """Discard the update; the sender sends no more of it."""
+    """Discard the update; the sender sends nothing more for it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,7 +87,7 @@ class SessionRoutes:
         ]
 
     async def close(self) -> None:
-        """End what runs, and delete what was recorded."""
+        """End running requests and delete the recorded sessions."""
         await self._capture.close()
         await self._sessions.close()
 

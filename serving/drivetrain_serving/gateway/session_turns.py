@@ -66,7 +66,7 @@ class Session:
     turns: list[Turn] = field(default_factory=list)
     file: SpillFile = field(default_factory=SpillFile)
     _by_messages: dict[bytes, list[tuple[bytes, int]]] = field(default_factory=dict)
-    """Digest of a conversation → the exact digests and the numbers of the turns that end with it."""
+    """Digest of a conversation → exact digest and number of each turn that ends with it."""
 
     def add(self, turn: Turn, conversation: Conversation | None) -> None:
         """Add a turn.

@@ -29,12 +29,12 @@ def json_answer(body: object, status: int = 200) -> Response:
 class EventStream(Response):
     """Server-sent events, one for each piece, and ``[DONE]`` at the end.
 
-    When the client goes, ``pieces`` is closed at once, also while none comes; likewise when it does not take an event
-    in time.
+    ``pieces`` is closed at once when the client disconnects, even between two pieces, and when it does not take an
+    event in time.
 
     Args:
         pieces: The events to send.
-        first: The first piece, which was taken to know that there will be any.
+        first: The first piece of ``pieces``, which the caller has read already.
         error_body: Makes the last event of an error that comes after the first piece.
         timeout: Seconds in which the client must take an event.
     """
@@ -115,7 +115,7 @@ async def event_stream(
     timeout: float,
     kind: type[EventStream] = EventStream,
 ) -> EventStream:
-    """Return a stream of ``pieces``; what is refused before the first raises here, and gets a status of its own."""
+    """Return a stream of ``pieces``. An error before the first piece raises here, so the answer can have its status."""
     try:
         first = await anext(pieces)
     except BaseException:

@@ -99,12 +99,12 @@ def query_flag(query: Mapping[str, str], name: str, default: bool) -> bool:
 
 
 async def unless_disconnected(receive: Callable[[], Awaitable[object]], work: Awaitable[_T]) -> _T:
-    """Return what ``work`` returns; cancel it when the client goes.
+    """Return the result of ``work``; cancel it when the client disconnects.
 
-    Call it when the body has been read: what is received afterwards is the disconnect.
+    Call it after reading the body: the next message is then the disconnect.
 
     Raises:
-        ClientDisconnect: the client went first.
+        ClientDisconnect: the client disconnected first.
     """
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(disconnected(receive))

@@ -10,7 +10,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 UNKNOWN: Final = "unknown"
-"""The route of all paths that have none: clients choose paths, so that each of them would be a series of its own."""
+"""Counts every path without a route: clients choose such paths, and a series for each would grow without bound."""
 
 
 class RequestCounts:

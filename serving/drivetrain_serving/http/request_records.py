@@ -1,4 +1,4 @@
-"""Records of requests: what was asked of which route, what it took, and how it ended. No prompts, texts or keys."""
+"""Records of requests: the route, the time and tokens taken, and the outcome. No prompts, texts or keys."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class RequestRecord:
         self.cached_tokens = 0
         self.generated_tokens = 0
         self.first_token_seconds: float | None = None
-        """Seconds to the first token; of an answer that is not streamed, to all of them."""
+        """Seconds to the first token, or to the last one if the answer is not streamed."""
         self.finish_reasons: Counter[str] = Counter()
         self.weight_versions: dict[str, None] = {}
         self._clock = time.perf_counter()

@@ -107,6 +107,6 @@ def documented(
 
 
 def doc_of(answer: Callable[..., object]) -> RouteDoc | None:
-    """Return what was said of a route; None if nothing was."""
+    """Return a route's documentation, or None if it has none."""
     found: RouteDoc | None = getattr(answer, _NAME, None)
     return found

@@ -104,7 +104,7 @@ def engine_params(asked: Sampling, vocab_size: int) -> dict[str, object]:
 
 
 def _top_k(top_k: int | None, vocab_size: int) -> int:
-    """Return the engine's ``top_k``, of which 0 is off."""
+    """Return the engine's ``top_k``; 0 is off."""
     if top_k is None or top_k == -1 or top_k >= vocab_size:
         return 0
     if top_k < 1:

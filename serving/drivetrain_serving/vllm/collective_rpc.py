@@ -1,4 +1,4 @@
-"""vLLM's route to methods of its workers, for those by which SkyRL sends weights."""
+"""vLLM's route to methods of its workers, limited to the methods with which SkyRL sends weights."""
 
 from __future__ import annotations
 

@@ -172,7 +172,7 @@ class RolloutActor(EngineActor):
         await engine.sleep()
 
     async def wake_up(self, tags: Iterable[str] | None = None) -> None:
-        """Allocate memory again; what is not asleep is left as it is.
+        """Allocate the memory of ``tags`` again; memory that is not asleep is unchanged.
 
         Args:
             tags: ``weights`` and ``kv_cache``; None: both.

@@ -1,4 +1,4 @@
-"""vLLM's sampling parameters, in which OpenRLHF asks, and the answers, which its executors read."""
+"""Translate OpenRLHF's requests, which carry vLLM's sampling parameters, and the answers that its executors read."""
 
 from __future__ import annotations
 

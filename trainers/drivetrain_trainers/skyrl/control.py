@@ -79,12 +79,12 @@ class ControlCalls(Page):
         timeout: float = 60.0,
         resume_generation: bool = True,
     ) -> None:
-        """Allocate memory again; requests go on once all of it is there, and the weights are.
+        """Allocate memory again; requests resume once all memory and the weights are back.
 
         Args:
             tags: As for :meth:`sleep`.
             timeout: Seconds for allocating it.
-            resume_generation: If false, a pause goes on.
+            resume_generation: If false, a pause is kept.
         """
         await self.engine.wake_up(tags, timeout=timeout)
         status = self.engine.status

@@ -154,7 +154,7 @@ def _read_processor(written: object) -> tuple[str, list[int]]:
 
 
 def _logprobs(fields: dict[str, object]) -> None:
-    """Put SGLang's three fields into ``logprobs``, of which SkyRL's outputs hold the sampled tokens' alone."""
+    """Put SGLang's three fields into ``logprobs``; SkyRL's outputs hold the logprobs of sampled tokens only."""
     asked, top = fields.pop("return_logprob", False), fields.pop("top_logprobs_num", 0)
     start = fields.pop("logprob_start_len", -1)
     if start != -1:

@@ -118,7 +118,7 @@ class WeightTransferHandle:
 
 
 class WeightTransfers:
-    """Receives tensors until they are those of the whole model, and has the engine take them then.
+    """Receives tensors until the model is complete, and then updates the engine.
 
     Args:
         engine: The engine.
@@ -131,7 +131,7 @@ class WeightTransfers:
         self._group_name = ""
 
     async def join(self, info: object) -> None:
-        """Form the group of SkyRL's init info, or find that none is needed."""
+        """Form the group that SkyRL's init info describes, if the strategy needs one."""
         if not isinstance(info, BroadcastInfo):
             if hasattr(info, "ps_host"):
                 raise UnsupportedCapability(f"{type(info).__name__}: a checkpoint engine's server cannot be joined")

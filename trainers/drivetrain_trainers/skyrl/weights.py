@@ -24,7 +24,7 @@ _PROTOCOLS: Final = {"gcs": ("gs", "gcs"), "azure": ("az", "abfs", "abfss")}
 
 
 class WeightIssue(TypedDict):
-    """A tensor that holds what it should not."""
+    """A tensor that holds NaN or infinity, or nothing but zeros."""
 
     name: str
     type: str
@@ -102,7 +102,7 @@ class WeightCalls(Page):
     async def overlapped_weight_sync(
         self, request: WeightUpdateRequest, pause_mode: PauseMode | str = PauseMode.IN_PLACE
     ) -> None:
-        """Receive tensors while the engine serves; if they are the last ones, pause, update, and go on."""
+        """Receive tensors while the engine serves; with the last tensors, pause, update and resume."""
         handle = await self.start_weight_transfer(request)
         await handle.wait()
         if not self.transfers.complete:

@@ -81,7 +81,7 @@ class EngineWeights:
         """Do nothing: the engine has gone on when the push returns."""
 
     def destroy(self) -> None:
-        """Free what was made for pushing. Idempotent."""
+        """Free the buffers and connections of pushes. Idempotent."""
         sync, self._sync = self._sync, None
         if sync is not None:
             self._engine.run(sync.close())

@@ -67,7 +67,7 @@ class EngineRolloutWorker(AsyncRolloutWorker):  # type: ignore[misc]
         self._engine = engine
         self._weights = weights
         self._args = args
-        self._params(())  # what cannot be honoured is refused here, and not when training begins
+        self._params(())  # refuse settings that cannot be honoured now, not when training begins
         with _vllm_not_needed():
             super().__init__(
                 queue_maxsize=args.queue_maxsize,
@@ -135,7 +135,7 @@ class EngineRolloutWorker(AsyncRolloutWorker):  # type: ignore[misc]
 
 @contextmanager
 def _vllm_not_needed() -> Iterator[None]:
-    """Let TRL make its worker without vLLM, of which the worker uses nothing."""
+    """Let TRL make its worker without vLLM, which the worker does not use."""
     with _patching:
         asked = async_rollout_worker.is_vllm_available
         async_rollout_worker.is_vllm_available = lambda *_, **__: True

@@ -30,7 +30,7 @@ _HELLO_S: Final = 10.0
 """How long a connection may take to show the key."""
 
 Facts = dict[str, Any]
-"""Plain values that a rank tells the others."""
+"""Plain values that a rank sends to the others."""
 
 
 def rank_here() -> int:
@@ -43,8 +43,8 @@ def rank_here() -> int:
 class TrainerRanks:
     """The processes of a trainer, which go through the same steps and agree after each of them.
 
-    Rank 0 hears from every other rank, and tells all of them what it heard. At each agreement one message goes each
-    way. A rank that fails before it calls :meth:`agree` calls :meth:`tell` in its place.
+    At each agreement every other rank sends rank 0 one message, and rank 0 sends all of these back to each rank. A rank
+    that fails before it calls :meth:`agree` calls :meth:`tell` instead.
     """
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class TrainerRanks:
         except DrivetrainError as error:
             self._told = error
             raise
-        except BaseException as error:  # interrupted: what was said to this agreement is not known any more
+        except BaseException as error:  # interrupted: some messages may be lost
             self._told = error
             self.close()
             raise
@@ -167,7 +167,7 @@ class TrainerRanks:
         return found
 
     def _heard(self, link: Link) -> Committed | Failed | None:
-        """Return what a rank says to this agreement; None if it was to an earlier one.
+        """Return a rank's message for this agreement; None if the message was for an earlier one.
 
         Raises:
             TrainerRankLost, DeadlineExceeded: the connection ended, or nothing comes.

@@ -19,7 +19,7 @@ _REPLICA_METHODS = ("launch_servers", "sleep", "wake_up", "abort_all_requests", 
 
 
 def missing_features() -> list[str]:
-    """Return the names of what the plugin uses and this verl lacks."""
+    """Return the names of verl's features that the plugin uses and this release lacks."""
     lacking = [f"TokenOutput.{name}" for name in _OUTPUT_FIELDS if name not in TokenOutput.model_fields]
     lacking += [f"BaseRollout.{name}" for name in _ROLLOUT_METHODS if not hasattr(BaseRollout, name)]
     lacking += [f"RolloutMode.{name}" for name in _MODES if not hasattr(RolloutMode, name)]

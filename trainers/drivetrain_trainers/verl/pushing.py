@@ -48,7 +48,7 @@ class Pusher:
         )
 
     async def push(self, weights: Pairs, step: int | None) -> None:
-        """Push; the version is the trainer's step, or stays as it is if verl names none."""
+        """Push; the version is the trainer's step, or unchanged if verl names none."""
         self._weights = weights
         result = await self._sync.push(version=self.engine.get_weight_version() if step is None else str(step))
         _logger.info(
@@ -63,7 +63,7 @@ class Pusher:
         )
 
     async def close(self) -> None:
-        """Free what was made for pushing, and detach from the engine."""
+        """Free the buffers and connections of pushes, and detach from the engine."""
         await self._sync.close()
         await self.engine.teardown()
 
@@ -79,7 +79,7 @@ def _strategy(engine: InferenceEngine) -> Strategy:
 async def push_and_gather(weights: Weights, pusher: Pusher | None, step: int | None) -> None:
     """Push on the rank that has a ``pusher``; on the others take part in the gather.
 
-    If the push fails, the rest is gathered all the same, for other ranks wait in the same gather.
+    If the push fails, the remaining tensors are gathered all the same, because other ranks wait in that gather.
     """
     reading = _read(weights, asyncio.get_running_loop())
     try:

@@ -183,7 +183,7 @@ class Pace:
 
 
 class _Kind(NamedTuple):
-    """The flags for which the kernel is compiled."""
+    """The flags that select a compiled variant of the kernel."""
 
     stores: bool
     """The tensors are copied, not only read."""
@@ -409,10 +409,13 @@ def _address(tensor: torch.Tensor | None) -> int:
 def _table(copies: Sequence[DeviceCopy], indices: np.ndarray, look: bool, kind: _Kind) -> np.ndarray:
     """Return the kernel's table, int64 ``[items, 7]``, or ``[items, 8]`` of parts, or ``[items, 10]`` with windows.
 
-    Columns: addresses of source and destination, number of words, first row, index of the digest (-1: none), the
-    exponent bits and the bits above them in a word, and the window. With a window, the destination's address is that of
-    its beginning. A part is moved back to where its first row begins; the last column says how many words of that row
-    are not its own.
+    Columns: address of the source, address of the destination, number of words, first row, index of the digest (-1:
+    none), exponent bits of a word, bits above the exponent.
+
+    - A part of a tensor has one column more. Its addresses are those of the beginning of its first row, and the column
+      counts the words of that row that belong to another part.
+    - A copy with a window has three columns more: stride, begin and width. All its items have the address at which the
+      destination begins; other items have that of their own first row.
     """
     tensors = np.array(
         [

@@ -78,7 +78,7 @@ class GivenAdapter:
     where: str
     """Name of the adapter or its folder, which begins the message of a refusal."""
     field: str
-    """Field of the request to which a refusal is attributed."""
+    """Field of the request that a refusal names."""
     config: Mapping[str, object]
     """Fields of ``adapter_config.json``."""
     tensors: Mapping[str, torch.Tensor]

@@ -94,7 +94,8 @@ def plain_tensors(
 ) -> tuple[dict[str, object], dict[str, torch.Tensor]]:
     """Check an adapter, and return the configuration and tensors from which the engine is to load it.
 
-    Tensors may be the given ones. Other arguments are those of :class:`PlainAdapters` and its ``folder_for``.
+    The returned tensors may share memory with the given ones. Other arguments are those of :class:`PlainAdapters` and
+    its ``folder_for``.
 
     Raises:
         InvalidRequest: the engine cannot serve it.

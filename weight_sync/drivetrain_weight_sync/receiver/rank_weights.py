@@ -219,7 +219,7 @@ class RankWeights(ABC):
         return self.receive_weights(update.load)
 
     def commit_weights(self, update: ApplyUpdate) -> WeightReply:
-        """Verify what was loaded, then commit; no rank commits unless every rank verified."""
+        """Verify the loaded weights, then commit; no rank commits unless every rank verified."""
         self.of_ranks(lambda: self.receive_weights(VerifyUpdate()))
         return self.receive_weights(CommitUpdate(update.version))
 

@@ -85,7 +85,7 @@ class WeightWriter:
         if writing.thread.is_alive():
             raise EngineBusy(f"the weights are still being written to {writing.folder}")
         self._writing = None
-        if writing.folder != folder:  # the caller that wanted the other folder went away
+        if writing.folder != folder:  # the caller that named the other folder is gone
             self.write(folder)
         elif writing.errors:
             raise writing.errors[0]

@@ -41,10 +41,10 @@ class Contributor:
         """True if the end of a staged push was not heard."""
 
     def stage(self, version: str, pairs: Callable[[], Iterable[tuple[str, object]]]) -> None:
-        """Send this rank's shards as they are asked for, until every tensor is staged.
+        """Send this rank's shards on request, until every tensor is staged.
 
         Raises:
-            DrivetrainError: the error for which the rank that pushes gave the push up, or that of reading ``pairs``.
+            DrivetrainError: the error that ended the push on the rank that pushes, or an error of reading ``pairs``.
             TrainerRankLost: the rank that pushes is gone.
         """
         new = self._link is None or self._link.broken

@@ -177,7 +177,7 @@ class Gatherer:
                 found[self._ranks.rank] = self._parts.stage(own, self._tensors, reached)
         except BaseException as error:
             errors.append(error)
-        for link in asked:  # every answer is read, so that none is taken for one to the next push
+        for link in asked:  # read every answer, so that none is mistaken for an answer to the next push
             try:
                 answer = link.hear()
                 assert isinstance(answer, PartsStaged)

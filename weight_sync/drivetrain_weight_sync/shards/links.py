@@ -36,7 +36,7 @@ class Offer(msgspec.Struct, frozen=True, tag=True):
     host: str
     """Names the host, so that ranks of one host know it."""
     pieces: tuple[Piece, ...] | None
-    """None: those of the last push."""
+    """None: the same as in the last push."""
 
 
 class FormGroup(msgspec.Struct, frozen=True, tag=True):
@@ -78,7 +78,7 @@ class StageParts(msgspec.Struct, frozen=True, tag=True):
     gpu_share: float
     """Share of the GPU's time that copies may take."""
     buckets: tuple[tuple[PartSpec, ...], ...] | None
-    """None: those of the last push."""
+    """None: the same as in the last push."""
 
 
 class PartsStaged(msgspec.Struct, frozen=True, tag=True):
@@ -176,7 +176,7 @@ class Link:
             tensor.copy_(read)
 
     def require_silent(self) -> None:
-        """Raise the error that the other rank reports meanwhile, or TrainerRankLost if it is gone."""
+        """Raise the error that the other rank has reported, or TrainerRankLost if it is gone."""
         with self._failing():
             poll = select.poll()
             poll.register(self._socket, select.POLLIN)

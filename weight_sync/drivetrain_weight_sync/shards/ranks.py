@@ -64,7 +64,7 @@ class Ranks:
         self._counted = False
 
     def own_address(self) -> str:
-        """Return the address at which the other ranks reach this host: that of its route to the group's store."""
+        """Return this host's address for the other ranks: the local one of its route to the group's store."""
         store = self._base
         while hasattr(store, "underlying_store"):
             store = store.underlying_store
@@ -143,7 +143,7 @@ class Ranks:
                 self.store.delete_key(f"failed for {rank}")
 
     def require_none_failed(self) -> None:
-        """Raise the error of a failed push to which this rank comes too late."""
+        """Raise the error of a push that failed before this rank joined it."""
         key = f"failed for {self.rank}"
         with self._reaching():
             left = self.store.get(key) if self.store.check([key]) else None

@@ -169,7 +169,7 @@ class LoraSync:
         )
 
     async def close(self) -> None:
-        """Wait for a push under way, then free what was made for pushing; the engine keeps the adapter. Idempotent."""
+        """Wait for a push under way, then free the buffers of pushes; the engine keeps the adapter. Idempotent."""
         async with self._lock:
             self._closed = True
             await self._way.close()

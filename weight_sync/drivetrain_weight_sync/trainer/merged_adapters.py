@@ -1,4 +1,4 @@
-"""Weights of a peft model as they are with its adapters merged, under their checkpoint names."""
+"""Weights of a peft model with its adapters merged, under their checkpoint names."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class _Rank:
 class ShardsReader(Reader):
     """Puts a bucket's tensors together in memory of this rank, one bucket after the other.
 
-    A tensor of which one rank has all is read where it lies.
+    A tensor that one rank holds whole is read in place.
     """
 
     def __init__(self) -> None:

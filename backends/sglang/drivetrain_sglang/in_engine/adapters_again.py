@@ -86,7 +86,7 @@ def holders(adapter: Any) -> Iterator[Weights]:
 
 
 class _Staying(torch.Tensor):
-    """A tensor on a GPU that SGLang does not copy to the CPU: it would wait for each tensor by itself."""
+    """A tensor on a GPU whose ``cpu()`` copies nothing: SGLang's copies wait for one tensor after another."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 

@@ -93,7 +93,7 @@ def _rows(req: Req, table: torch.Tensor, outputs: int) -> torch.Tensor:
 
 
 def _make_record(original: Callable[..., None], record: Any, *sizes: Any, **named: Any) -> None:
-    """Make the record in plain memory where there is no GPU, for which SGLang pins it."""
+    """Make the record in plain memory if there is no GPU; SGLang would pin it."""
     if torch.accelerator.is_available():
         original(record, *sizes, **named)
         return

@@ -83,7 +83,7 @@ def _prompt_of(req: Req) -> ScoredPrompt:
 
 
 def _find(original: Callable[..., Any], kind: type[Any], forward_batch: Any, *more: Any, **newer: Any) -> Any:
-    """Note on a step's metadata which of its rows are to be scored."""
+    """Mark on a step's metadata which of its rows to score."""
     metadata = original(kind, forward_batch, *more, **newer)
     reqs = requests_of(getattr(forward_batch, "sampling_info", None))
     if not metadata.extend_return_logprob or not any(_scoring_of(req) for req in reqs):

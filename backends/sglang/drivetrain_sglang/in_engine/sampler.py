@@ -100,7 +100,7 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     class DrivetrainSampler(Sampler):
-        """SGLang's sampler for batches that it samples right, ours for the others."""
+        """Samples with SGLang's sampler where it agrees with ``SamplingParams``, and with drivetrain's elsewhere."""
 
         def forward(
             self,

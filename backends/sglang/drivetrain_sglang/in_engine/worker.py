@@ -106,7 +106,7 @@ class Worker(RankWeights):
         )
 
     def after_loading(self) -> Iterable[AfterLoading]:
-        """Return post-loading steps: those of MLA's split projection, and of models with more of their own."""
+        """Return the steps to run after loading: splitting MLA's projection, and steps that some models add."""
         outer: list[str] = []
         for name, module in self.model.named_modules():
             compute: Any = getattr(module, "post_load_weights", None)
@@ -299,7 +299,7 @@ class Worker(RankWeights):
         self.asleep -= tags
 
     def reset_prefix_cache(self) -> None:
-        """Free cached prefixes that no running request holds; the backend never asks for the others again."""
+        """Free cached prefixes that no running request holds; the backend's next cache key excludes the rest."""
         forget_embeddings()
         flush = self._scheduler.flush_cache
         # Keep the memory if the release allows it: returning it to the GPU's driver takes milliseconds, and is sleep's

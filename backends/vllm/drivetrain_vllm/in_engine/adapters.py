@@ -79,6 +79,6 @@ def require_layers(adapters: Any, layers: Iterable[str]) -> None:
 
 
 def _own_name(layer: str) -> str:
-    """Return the part of a layer's name by which vLLM knows it, such as ``q_proj`` or ``experts.0.up_proj``."""
+    """Return the part of a layer's name that vLLM uses, such as ``q_proj`` or ``experts.0.up_proj``."""
     _, is_of_experts, part = layer.partition(".experts")
     return f"experts{part}" if is_of_experts else layer.rpartition(".")[2]

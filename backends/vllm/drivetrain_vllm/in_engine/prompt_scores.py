@@ -88,7 +88,7 @@ def register() -> None:
 
 
 def _second_runners_worker() -> Any:
-    """Return the class by which the second model runner computes prompt logprobs; None if this vLLM has none."""
+    """Return the class that computes prompt logprobs in the second model runner; None if this vLLM has none."""
     with contextlib.suppress(ImportError):
         from vllm.v1.worker.gpu.sample.prompt_logprob import PromptLogprobsWorker
 

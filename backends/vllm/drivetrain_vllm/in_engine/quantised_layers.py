@@ -61,7 +61,7 @@ class QuantisedLayers(QuantisedParts):
                 layer._non_persistent_buffers_set = names
 
     def part_of(self, destination: torch.Tensor) -> nn.Module:
-        """Return the layer."""
+        """Return the layer that the destination belongs to."""
         return self._filled[storage_of(destination)]
 
     def load(self, parts: Sequence[nn.Module], weights: Mapping[str, torch.Tensor]) -> None:

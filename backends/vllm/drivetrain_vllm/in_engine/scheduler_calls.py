@@ -55,7 +55,7 @@ class Core:
         return self.arrivals.tokens(request_ids, live)
 
     def reset_prefix_cache(self) -> None:
-        """Free cached prefixes that no request holds; the backend never asks for the others again."""
+        """Free cached prefixes that no request holds; the backend's next cache key excludes the rest."""
         self._core.scheduler.reset_prefix_cache()
 
     def sleep(self, tags: frozenset[MemoryTag]) -> None:

@@ -90,7 +90,7 @@ class Worker(RankWeights):
         return QuantisedLayers(self.model, self._worker.model_config, self.load_weights)
 
     def after_loading(self) -> Iterable[AfterLoading]:
-        """Return post-loading steps: those of MLA's split projection, and of models with more of their own."""
+        """Return the steps to run after loading: splitting MLA's projection, and steps that some models add."""
         dtype = self._worker.model_config.dtype
         for name, module in self.model.named_modules():
             compute: Any = getattr(module, "process_weights_after_loading", None)
@@ -102,7 +102,7 @@ class Worker(RankWeights):
             yield AfterLoading("the model", self.model, of_model)
 
     def expert_layers(self) -> list[int]:
-        """Return the numbers of the layers for which vLLM records each token's experts.
+        """Return the indices of the layers whose experts vLLM records for each token.
 
         Raises:
             EngineStartError: vLLM cannot record those of a layer with experts, or no layer has experts.

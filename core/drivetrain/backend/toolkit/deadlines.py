@@ -10,7 +10,7 @@ from typing import Final
 from drivetrain.errors import DeadlineExceeded
 
 _CATCH_UP_S: Final = 1.0
-"""Maximum extra seconds in which an event loop that was blocked can process results that arrived meanwhile."""
+"""Seconds after the deadline in which a blocked event loop may still process results that have arrived."""
 
 
 class Alarm:

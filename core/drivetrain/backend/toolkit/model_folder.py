@@ -34,7 +34,7 @@ def config_levels(model: str) -> list[Mapping[str, object]]:
 
 
 def levels_in(fields: object) -> list[Mapping[str, object]]:
-    """Return the fields of a ``config.json``, then those of its ``text_config`` if it has one; none if it has none."""
+    """Return the fields of a ``config.json``, then the fields of its ``text_config`` if it has one."""
     text = fields.get("text_config") if isinstance(fields, dict) else None
     return [level for level in (fields, text) if isinstance(level, dict) and level]
 
@@ -64,7 +64,7 @@ def model_json(config: EngineConfig, name: str) -> object:
 
 
 def require_files(model: str) -> None:
-    """Refuse a model folder of which an entry is neither a file nor a folder: reading a FIFO would never end.
+    """Refuse a model folder with an entry that is neither a file nor a folder: reading a FIFO would never end.
 
     Args:
         model: The configured model; names of a hub's models pass.

@@ -52,7 +52,7 @@ def _locked(folder: Path) -> int | None:
     lock = os.open(folder / f"{_LOCK}ing", os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
-    except OSError:  # file system without locks: nobody will remove the folder for us
+    except OSError:  # file system without locks: no other process will remove the folder
         os.close(lock)
         return None
     (folder / f"{_LOCK}ing").rename(folder / _LOCK)  # the final name never exists unlocked

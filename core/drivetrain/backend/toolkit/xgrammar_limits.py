@@ -45,7 +45,7 @@ _KINDS: Final[Mapping[str, type | tuple[type, ...]]] = {
 
 
 def refuse_ignored_parts(grammar: JsonSchema | RegexGrammar | EbnfGrammar) -> None:
-    """Refuse a grammar of which xgrammar would ignore a part.
+    """Refuse a grammar with a part that xgrammar would ignore.
 
     Raises:
         InvalidRequest: it has such a part, which the message names.
@@ -113,7 +113,7 @@ def ignored_anchors(expression: str) -> Iterator[str]:
 
 
 def _ignored_here(schema: Node) -> Iterator[str]:
-    """Yield what is ignored of one schema's own keywords."""
+    """Yield the keywords of one schema that xgrammar ignores."""
     yield from (key for key in sorted(_IGNORED & schema.keys()) if schema[key] is not False)
     for key in _ALONE:
         if key in schema:

@@ -153,7 +153,7 @@ class Conveniences(DescriptionCalls, GenerationCalls, ControlCalls, WeightCalls,
         await self.sleep()
 
     async def wake_up_all(self) -> None:
-        """Take all of it again."""
+        """Wake up everything that is asleep."""
         await self.wake_up()
 
     # Weights -----------------------------------------------------------------------------------------------------

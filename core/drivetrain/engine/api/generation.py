@@ -131,7 +131,7 @@ class GenerationCalls(Page):
 
     @checked
     async def abort(self, request_id: str) -> None:
-        """End one request; its completions come back marked aborted, with what was generated so far."""
+        """End one request; its completions are returned marked aborted, with the tokens generated so far."""
         await self.parts.generation.abort(request_id)
 
     async def abort_generation(self) -> None:
