@@ -209,7 +209,8 @@ def engine_arguments(
         "tp_size": config.tensor_parallel_size,
         "enable_priority_scheduling": True,
         "priority_scheduling_preemption_threshold": 2**31,
-        "disable_radix_cache": not config.enable_prefix_caching,
+        # An input that is embedded while the weights change would leave prefixes of both weights in the cache.
+        "disable_radix_cache": not config.enable_prefix_caching or config.task is not Task.GENERATE,
     }
     optional: dict[str, object | None] = {
         "revision": config.revision,
