@@ -482,7 +482,7 @@ async def _run_routes(
 ) -> RouteReport:
     from drivetrain_conformance.routes.case import choose
     from drivetrain_conformance.routes.run import route_report, run_routes, write_route_report
-    from drivetrain_conformance.routes.target import connected
+    from drivetrain_conformance.routes.server_under_test import connected
 
     choose(dialect, groups, ids)  # so that a wrong name is found before the server is
     async with connected(
@@ -566,7 +566,7 @@ def _rendered(paths: Sequence[Path]) -> dict[str, str]:
     """The pages and the picture of reports, by the names of their files."""
     from drivetrain_conformance.reports.matrix import render_markdown, render_svg
     from drivetrain_conformance.reports.report import read_report
-    from drivetrain_conformance.routes.page import render_routes
+    from drivetrain_conformance.routes.comparison_page import render_routes
     from drivetrain_conformance.routes.run import is_route_report, read_route_report
 
     routes = [path for path in paths if is_route_report(path)]

@@ -26,10 +26,10 @@ from drivetrain import (
 )
 from drivetrain_demo.checks import check_logprobs, check_rise, check_versions, versions_seen
 from drivetrain_demo.grpo import group_advantages
-from drivetrain_demo.prompts import Task, load_tasks
 from drivetrain_demo.result import Check, DemoResult, StepRecord, Training
 from drivetrain_demo.reward import grade, is_right
 from drivetrain_demo.settings import LOGPROB_TOLERANCE, MIN_STEPS_TO_JUDGE, Settings, tiny_policy
+from drivetrain_demo.tasks import Task, load_tasks
 from drivetrain_demo.trainer import Recipe, Sample, Trainer
 from drivetrain_fleet import InferenceEngineClient
 from drivetrain_weight_sync import WeightSync

@@ -16,13 +16,13 @@ from drivetrain.engine.engine import InferenceEngine
 from drivetrain.errors import DrivetrainError
 from drivetrain_serving.config import ServerConfig
 from drivetrain_serving.gateway.routes import AGENT_PATHS, SessionRoutes
-from drivetrain_serving.http.answers import json_answer
-from drivetrain_serving.http.keys import Keys
-from drivetrain_serving.http.request_counts import CountsRequests, RequestCounts
-from drivetrain_serving.http.request_records import RECORD, RequestRecord, RequestRecords, log_record
-from drivetrain_serving.http.route_docs import documented
+from drivetrain_serving.health_and_metrics import OperationRoutes
+from drivetrain_serving.http_layer.answers import json_answer
+from drivetrain_serving.http_layer.keys import Keys
+from drivetrain_serving.http_layer.request_counts import CountsRequests, RequestCounts
+from drivetrain_serving.http_layer.request_records import RECORD, RequestRecord, RequestRecords, log_record
+from drivetrain_serving.http_layer.route_docs import documented
 from drivetrain_serving.openapi.document import KeyName, document_of
-from drivetrain_serving.operations import OperationRoutes
 from drivetrain_serving.served_engine import ServedEngine
 from drivetrain_serving.sglang import errors as sglang_errors
 from drivetrain_serving.sglang import openai_fields
@@ -143,7 +143,7 @@ def create_app(engine: InferenceEngine, config: ServerConfig | None = None) -> S
     sessions = SessionRoutes(served, openai_fields.translated) if sglang else SessionRoutes(served)
     observers: list[Callable[[RequestRecord], None]] = [log_record] if config.log_requests else []
     if config.trace_requests:
-        from drivetrain_serving.http.tracing import span_maker  # OpenTelemetry is optional
+        from drivetrain_serving.http_layer.request_spans import span_maker  # OpenTelemetry is optional
 
         observers.append(span_maker())
     routes = [

@@ -25,7 +25,7 @@ from drivetrain.create import create_engine
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.errors import InvalidConfig
 from drivetrain_serving.config import ServerConfig, SessionConfig
-from drivetrain_serving.http.request_records import LOGGER
+from drivetrain_serving.http_layer.request_records import LOGGER
 from drivetrain_serving.server import Server
 
 API_KEY_VARIABLE: Final = "DRIVETRAIN_API_KEY"

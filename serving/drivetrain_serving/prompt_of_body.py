@@ -11,7 +11,7 @@ from drivetrain.checks.safe_repr import shown
 from drivetrain.errors import InvalidRequest
 from drivetrain.openai.messages import to_template
 from drivetrain.types.prompts import ChatPrompt, Message, Prompt, TextPrompt
-from drivetrain_serving.http.route_docs import Fields
+from drivetrain_serving.http_layer.route_docs import Fields
 
 
 class PromptFields(Fields):

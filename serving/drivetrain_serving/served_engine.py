@@ -17,7 +17,7 @@ from drivetrain.types.outputs import CompletionChunk, GenerationOutput
 from drivetrain.types.prompts import Prompt
 from drivetrain.types.weights import LoraSource, WeightUpdateRequest
 from drivetrain_serving.config import ServerConfig
-from drivetrain_serving.http.request_records import RECORD, RequestRecord
+from drivetrain_serving.http_layer.request_records import RECORD, RequestRecord
 from drivetrain_serving.traffic import Traffic
 
 if TYPE_CHECKING:

@@ -27,10 +27,7 @@ from drivetrain.errors import EngineBusy, EngineStateError, UnsupportedCapabilit
 from drivetrain.testing import tiny_model
 from drivetrain_conformance.assets.served_models import Models
 from drivetrain_conformance.cases import all_cases
-from drivetrain_conformance.harness.runner import Runner
-from drivetrain_conformance.harness.suite import suite_of
-from drivetrain_conformance.harness.verdict import Verdict
-from drivetrain_conformance.model.actions import (
+from drivetrain_conformance.engine_model.actions import (
     LONG,
     Abort,
     Action,
@@ -47,10 +44,10 @@ from drivetrain_conformance.model.actions import (
     WakeUp,
     steps,
 )
-from drivetrain_conformance.model.contract import Contract, Fate, InFlight, Refusal, Ruling, Weights
-from drivetrain_conformance.model.expected_answers import Answers
-from drivetrain_conformance.model.random_history import Checker
-from drivetrain_conformance.model.strategies import (
+from drivetrain_conformance.engine_model.contract import Contract, Fate, InFlight, Refusal, Ruling, Weights
+from drivetrain_conformance.engine_model.expected_answers import Answers
+from drivetrain_conformance.engine_model.random_history import Checker
+from drivetrain_conformance.engine_model.strategies import (
     AbortPoint,
     Batch,
     WeightPlanChoice,
@@ -58,6 +55,9 @@ from drivetrain_conformance.model.strategies import (
     sampling_params,
     weight_plans,
 )
+from drivetrain_conformance.harness.runner import Runner
+from drivetrain_conformance.harness.suite import suite_of
+from drivetrain_conformance.harness.verdict import Verdict
 from drivetrain_conformance.references.oracle import TransformersOracle
 from drivetrain_transformers.engine import TransformersBackend
 

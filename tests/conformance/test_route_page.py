@@ -11,7 +11,7 @@ import pytest
 
 from drivetrain.errors import InvalidConfig
 from drivetrain_conformance.harness.verdict import Verdict
-from drivetrain_conformance.routes.page import render_routes
+from drivetrain_conformance.routes.comparison_page import render_routes
 from drivetrain_conformance.routes.run import RouteEntry, RouteReport, read_route_report, write_route_report
 
 

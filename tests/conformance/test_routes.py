@@ -33,7 +33,7 @@ from drivetrain_conformance.routes.dialect import Dialect
 from drivetrain_conformance.routes.material import Material, made_of
 from drivetrain_conformance.routes.run import RouteEntry, run_routes
 from drivetrain_conformance.routes.sampled import Sampled
-from drivetrain_conformance.routes.target import Stream, connected
+from drivetrain_conformance.routes.server_under_test import Stream, connected
 from drivetrain_serving import Server, ServerConfig
 from drivetrain_serving import server as server_module
 from drivetrain_serving.app import create_app

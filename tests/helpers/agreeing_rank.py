@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from drivetrain import DrivetrainError, InvalidRequest
-from drivetrain_trainers.trl.ranks import TrainerRanks
+from drivetrain_trainers.trl.rank_agreement import TrainerRanks
 
 RANK = int(os.environ["RANK"])
 

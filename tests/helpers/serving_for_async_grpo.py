@@ -13,7 +13,7 @@ from drivetrain import InferenceEngine, create_engine
 from drivetrain.testing import tiny_model
 from drivetrain_serving import Server, ServerConfig
 from drivetrain_serving.vllm import weight_transfer
-from drivetrain_weight_sync.trainer_groups.messages import Join
+from drivetrain_weight_sync.trainer_groups.process_messages import Join
 
 
 def join_gloo(*, unique_id: bytes = b"", **given: Any) -> Join:

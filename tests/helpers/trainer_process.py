@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from drivetrain_weight_sync.trainer_groups.messages import JoinNccl
 from drivetrain_weight_sync.trainer_groups.nccl import NcclGroup
+from drivetrain_weight_sync.trainer_groups.process_messages import JoinNccl
 
 distributed: Any = dist.distributed_c10d
 TCPStore: Any = dist.TCPStore  # type: ignore[attr-defined]

@@ -17,7 +17,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from drivetrain import EngineDied, InferenceEngine, InvalidConfig
 from drivetrain_serving import Server, ServerConfig
-from drivetrain_serving.http.answers import EventStream, NamedEventStream, event_stream
+from drivetrain_serving.http_layer.answers import EventStream, NamedEventStream, event_stream
 from drivetrain_serving.vllm.errors import body_of
 from engines import HANGING
 

@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 from drivetrain import InferenceEngine
 from drivetrain_serving import Server, ServerConfig, create_app
-from drivetrain_serving.http.route_docs import documented
+from drivetrain_serving.http_layer.route_docs import documented
 from drivetrain_serving.openapi.document import document_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

@@ -23,8 +23,8 @@ from drivetrain_serving import Server, ServerConfig
 from drivetrain_serving.vllm.weight_transfer import GROUP
 from drivetrain_weight_sync.trainer_groups.bucket import WHOLE, WeightBucket
 from drivetrain_weight_sync.trainer_groups.bucket_layout import BucketLayout
-from drivetrain_weight_sync.trainer_groups.messages import JoinNccl
 from drivetrain_weight_sync.trainer_groups.nccl import id_from_pickle, id_from_store
+from drivetrain_weight_sync.trainer_groups.process_messages import JoinNccl
 from engines import HANGING
 from trainer_groups import (
     Group,

@@ -14,8 +14,8 @@ from verl.workers.config import CheckpointEngineConfig, HFModelConfig, RolloutCo
 from drivetrain import EngineState, InferenceEngine, InvalidConfig, WeightPlanMismatch, attach
 from drivetrain.testing import tiny_model
 from drivetrain_trainers.verl import rollout
+from drivetrain_trainers.verl.engine_server import EngineServer
 from drivetrain_trainers.verl.rollout import DrivetrainRollout
-from drivetrain_trainers.verl.server import EngineServer
 
 MODEL = str(tiny_model("qwen2"))
 Pairs = Iterator[tuple[str, torch.Tensor]]

@@ -16,8 +16,8 @@ from drivetrain import InferenceEngine, WeightPlanMismatch, attach
 from drivetrain.testing import tiny_model
 from drivetrain_trainers.verl import checkpoint_engine
 from drivetrain_trainers.verl.checkpoint_engine import DirectPush
+from drivetrain_trainers.verl.engine_server import EngineServer
 from drivetrain_trainers.verl.rollout import PUSHED, DrivetrainRollout
-from drivetrain_trainers.verl.server import EngineServer
 
 MODEL = str(tiny_model("qwen2"))
 

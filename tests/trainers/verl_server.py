@@ -28,8 +28,8 @@ from drivetrain import (
 )
 from drivetrain.testing import tiny_model
 from drivetrain.testing.byte_tokenizer import VOCAB_SIZE
+from drivetrain_trainers.verl.engine_server import EngineServer
 from drivetrain_trainers.verl.prompt_scores import score_fields
-from drivetrain_trainers.verl.server import EngineServer
 from drivetrain_weight_sync import WeightSync
 
 BACKEND = os.environ.get("BACKEND", "transformers")

@@ -553,7 +553,7 @@ _A_SENDER_THAT_IS_KILLED = """
 import os, signal, sys, tests.weight_sync.models as models
 from pathlib import Path
 from drivetrain_weight_sync.copying.plan import make_plan
-from drivetrain_weight_sync.receiver.target import ModuleTarget
+from drivetrain_weight_sync.receiver.weight_target import ModuleTarget
 from drivetrain_weight_sync.transports.disk import DiskSender
 model = models.Model(1)
 sender = DiskSender(Path(sys.argv[1]))

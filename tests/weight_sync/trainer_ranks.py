@@ -29,8 +29,8 @@ from drivetrain_weight_sync import WeightShard, WeightSync
 from drivetrain_weight_sync.shards.carriers import NcclCarrier, SocketCarrier
 from drivetrain_weight_sync.shards.gatherer import Gatherer
 from drivetrain_weight_sync.shards.links import PartsStaged
-from drivetrain_weight_sync.shards.parts import PartStager
-from drivetrain_weight_sync.shards.ranks import Ranks as ShardRanks
+from drivetrain_weight_sync.shards.part_staging import PartStager
+from drivetrain_weight_sync.shards.rank_discovery import Ranks as ShardRanks
 from drivetrain_weight_sync.trainer.engine_push import EnginePush
 from drivetrain_weight_sync.transports.shared_memory import SharedMemorySender
 

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from drivetrain_weight_sync.copying.plan import check_plan, make_plan
     from drivetrain_weight_sync.receiver.receiver import Receiver
     from drivetrain_weight_sync.receiver.saving import ModelFiles, WeightWriter, save_remote, save_sharded
-    from drivetrain_weight_sync.receiver.target import ModuleTarget, WeightTarget
     from drivetrain_weight_sync.receiver.update import Phase
     from drivetrain_weight_sync.receiver.weight_inspection import (
         merged,
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
         tensor_data,
         validate_weights,
     )
+    from drivetrain_weight_sync.receiver.weight_target import ModuleTarget, WeightTarget
     from drivetrain_weight_sync.shards.pieces import WeightShard
     from drivetrain_weight_sync.tracing.traced_target import TracedTarget
     from drivetrain_weight_sync.trainer.logprob_probe import LogprobProbe
@@ -38,9 +38,9 @@ _EXPORTS = {
     "copying.plan": ("check_plan", "make_plan"),
     "receiver.receiver": ("Receiver",),
     "receiver.saving": ("ModelFiles", "WeightWriter", "save_remote", "save_sharded"),
-    "receiver.target": ("ModuleTarget", "WeightTarget"),
     "receiver.update": ("Phase",),
     "receiver.weight_inspection": ("merged", "read_weight", "require_tensor", "tensor_data", "validate_weights"),
+    "receiver.weight_target": ("ModuleTarget", "WeightTarget"),
     "shards.pieces": ("WeightShard",),
     "tracing.traced_target": ("TracedTarget",),
     "trainer.logprob_probe": ("LogprobProbe",),

@@ -28,10 +28,10 @@ from drivetrain_conformance.assertions.common_checks import assert_idle_soon, en
 from drivetrain_conformance.assertions.recurrent_models import check_recurrent_model
 from drivetrain_conformance.assertions.refusals import refused
 from drivetrain_conformance.assertions.same_answers import check_greedy, check_same
+from drivetrain_conformance.engine_model.field_batches import field_batch
+from drivetrain_conformance.engine_model.mixed_fields import Repeats, check_honoured
 from drivetrain_conformance.harness.case import case
 from drivetrain_conformance.harness.testbench import Bench, TooLate, end_requests, in_time, until_running
-from drivetrain_conformance.model.field_batches import field_batch
-from drivetrain_conformance.model.mixed_fields import Repeats, check_honoured
 
 _FORCE = 100.0
 """A bias that no difference of logits outweighs."""

@@ -12,9 +12,7 @@ from drivetrain.types.capability import Capability
 from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain.types.sampling import SamplingParams
 from drivetrain_conformance.assets.made_adapters import Adapter, make_adapter
-from drivetrain_conformance.harness.case import case
-from drivetrain_conformance.harness.testbench import Bench, ordinary_ids
-from drivetrain_conformance.model.actions import (
+from drivetrain_conformance.engine_model.actions import (
     PAUSES,
     Abort,
     AbortAll,
@@ -32,11 +30,13 @@ from drivetrain_conformance.model.actions import (
     WakeUp,
     steps,
 )
-from drivetrain_conformance.model.contract import InFlight
-from drivetrain_conformance.model.expected_answers import ADAPTER, Fields
-from drivetrain_conformance.model.mixed_fields import Repeats, check_honoured
-from drivetrain_conformance.model.random_history import Checker, prepare, property_settings
-from drivetrain_conformance.model.strategies import AbortPoint, Batch, batches
+from drivetrain_conformance.engine_model.contract import InFlight
+from drivetrain_conformance.engine_model.expected_answers import ADAPTER, Fields
+from drivetrain_conformance.engine_model.mixed_fields import Repeats, check_honoured
+from drivetrain_conformance.engine_model.random_history import Checker, prepare, property_settings
+from drivetrain_conformance.engine_model.strategies import AbortPoint, Batch, batches
+from drivetrain_conformance.harness.case import case
+from drivetrain_conformance.harness.testbench import Bench, ordinary_ids
 
 _KV_CACHE = frozenset({MemoryTag.KV_CACHE})
 _LONG = Generate(0, long=True)

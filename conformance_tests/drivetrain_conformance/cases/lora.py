@@ -47,10 +47,10 @@ from drivetrain_conformance.assets.made_adapters import (
 )
 from drivetrain_conformance.assets.served_models import ModelKind, Models
 from drivetrain_conformance.assets.weight_sources import is_waited_for, with_another_digest
+from drivetrain_conformance.engine_model.field_batches import field_batch
+from drivetrain_conformance.engine_model.mixed_fields import Repeats, check_honoured
 from drivetrain_conformance.harness.case import case
 from drivetrain_conformance.harness.testbench import Bench, in_time
-from drivetrain_conformance.model.field_batches import field_batch
-from drivetrain_conformance.model.mixed_fields import Repeats, check_honoured
 from drivetrain_conformance.references.oracle import HiddenStatesOracle, log_softmax
 from drivetrain_conformance.references.reference_sampling import steps
 from drivetrain_weight_sync import AdapterTensors, LoraSync, Strategy

@@ -14,10 +14,10 @@ from drivetrain.types.sampling import LogprobsMode, SamplingParams
 from drivetrain_conformance.assertions.memory_use import check_steady
 from drivetrain_conformance.assertions.refusals import refused
 from drivetrain_conformance.assertions.same_answers import check_same
+from drivetrain_conformance.engine_model.field_batches import field_batch
+from drivetrain_conformance.engine_model.mixed_fields import Repeats, check_honoured
 from drivetrain_conformance.harness.case import case
 from drivetrain_conformance.harness.testbench import Bench, until_idle
-from drivetrain_conformance.model.field_batches import field_batch
-from drivetrain_conformance.model.mixed_fields import Repeats, check_honoured
 
 _GREEDY: Final = SamplingParams(max_new_tokens=8, temperature=0)
 _LONG: Final = 400

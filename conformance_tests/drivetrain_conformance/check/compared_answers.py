@@ -11,7 +11,7 @@ from drivetrain.types.capability import Capability
 from drivetrain.types.outputs import Completion
 from drivetrain.types.sampling import LogprobsMode, SamplingParams
 from drivetrain_conformance.check.comparison import Comparison, compare
-from drivetrain_conformance.check.prompts import NEW_TOKENS, Prompts
+from drivetrain_conformance.check.prompt_set import NEW_TOKENS, Prompts
 from drivetrain_conformance.check.reference import Reference
 from drivetrain_conformance.references.tolerances import tolerance_of
 

@@ -20,7 +20,7 @@ from drivetrain.types.modes import MemoryTag
 from drivetrain.types.outputs import Completion
 from drivetrain_conformance.check.compared_answers import Answers, Measure
 from drivetrain_conformance.check.comparison import Comparison
-from drivetrain_conformance.check.prompts import make_prompts
+from drivetrain_conformance.check.prompt_set import make_prompts
 from drivetrain_conformance.check.reference import Reference, device_for, require_transformers
 from drivetrain_conformance.check.report import FORMAT, CheckReport, CheckRow, Outcome
 from drivetrain_conformance.harness.verdict import describe

@@ -10,7 +10,7 @@ from typing import Final
 
 from drivetrain.errors import InvalidConfig
 from drivetrain_conformance.routes.dialect import Dialect
-from drivetrain_conformance.routes.target import Target
+from drivetrain_conformance.routes.server_under_test import Target
 
 Body = Callable[[Target], Awaitable[None]]
 

@@ -16,7 +16,7 @@ import msgspec
 from drivetrain.errors import InvalidConfig
 from drivetrain_conformance.harness.verdict import Judgement, Verdict, describe
 from drivetrain_conformance.routes.case import RouteCase
-from drivetrain_conformance.routes.target import CannotRun, RouteRefused, Target
+from drivetrain_conformance.routes.server_under_test import CannotRun, RouteRefused, Target
 
 FORMAT: Final = 1
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import inspect
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from typing import Final, cast
+from typing import Final, TypeVar, cast
 
 from drivetrain.backend.base import Backend, EngineStats, GenerateRequest, GenerateResult, ModelInfo, TokenDelta
 from drivetrain.backend.registry import load_backend
@@ -26,10 +25,12 @@ from drivetrain.process.host_connection import HostConnection
 from drivetrain.process.host_log import with_end_of_log
 from drivetrain.process.host_process import Ending, HostProcess
 from drivetrain.process.host_python import why_not
-from drivetrain.process.rpc_methods import METHODS, Method
+from drivetrain.process.rpc_methods import METHODS
 from drivetrain.types.capability import Capability
 from drivetrain.types.config import EngineConfig
 from drivetrain.types.weights import ApplyUpdate, WeightReply
+
+F = TypeVar("F", bound=Callable[..., Coroutine[None, None, object]])
 
 _logger = logging.getLogger("drivetrain.host")
 _GENERATE: Final = METHODS["generate"]
@@ -40,6 +41,18 @@ _START: Final = METHODS["start"]
 _CLOSE: Final = METHODS["close"]
 _RECENT_S: Final = 120.0
 _GRACE_S: Final = 1.0
+
+
+def _remote(function: F) -> F:
+    """Return a method with the signature of ``function``, a coroutine of the Backend page, that calls the host's."""
+    method = METHODS[function.__name__]
+
+    @functools.wraps(function)
+    async def call(self: HostedBackend, *arguments: object, **named: object) -> object:
+        bound = method.signature.bind(self, *arguments, **named)
+        return await self._connected().call(method, bound.args[1:])
+
+    return cast(F, call)
 
 
 class HostedBackend(Backend):
@@ -104,6 +117,31 @@ class HostedBackend(Backend):
 
     def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
         return cast(AsyncGenerator[TokenDelta, None], self._connected().stream(_STREAM, (request,)))
+
+    read_media = _remote(Backend.read_media)
+    abort = _remote(Backend.abort)
+    freeze = _remote(Backend.freeze)
+    unfreeze = _remote(Backend.unfreeze)
+    sleep = _remote(Backend.sleep)
+    wake_up = _remote(Backend.wake_up)
+    reset_prefix_cache = _remote(Backend.reset_prefix_cache)
+    clear_hicache_storage = _remote(Backend.clear_hicache_storage)
+    weight_manifest = _remote(Backend.weight_manifest)
+    receive_weights = _remote(Backend.receive_weights)
+    validate_weights = _remote(Backend.validate_weights)
+    set_weight_version = _remote(Backend.set_weight_version)
+    init_communicator = _remote(Backend.init_communicator)
+    destroy_communicator = _remote(Backend.destroy_communicator)
+    read_weight = _remote(Backend.read_weight)
+    save_sharded = _remote(Backend.save_sharded)
+    save_remote = _remote(Backend.save_remote)
+    load_lora_adapter = _remote(Backend.load_lora_adapter)
+    load_lora_tensors = _remote(Backend.load_lora_tensors)
+    unload_lora_adapter = _remote(Backend.unload_lora_adapter)
+    embed = _remote(Backend.embed)
+    reward_score = _remote(Backend.reward_score)
+    start_profile = _remote(Backend.start_profile)
+    stop_profile = _remote(Backend.stop_profile)
 
     def _connected(self) -> HostConnection:
         if self._connection is None:
@@ -259,21 +297,5 @@ class HostedBackend(Backend):
         what = f"the host process {self.pid} of the {self.name} engine {ending.reason}{when}"
         return self._with_log(f"{what}; {remedy}" if remedy else what)
 
-
-def _remote(method: Method) -> Callable[..., Coroutine[None, None, object]]:
-    async def call(self: HostedBackend, *arguments: object, **named: object) -> object:
-        bound = method.signature.bind(self, *arguments, **named)
-        return await self._connected().call(method, bound.args[1:])
-
-    call.__name__ = method.name
-    call.__qualname__ = f"{HostedBackend.__qualname__}.{method.name}"
-    call.__doc__ = inspect.getdoc(getattr(Backend, method.name))
-    return call
-
-
-# The remaining methods are generated from the Backend page.
-for _method in METHODS.values():
-    if _method.name not in vars(HostedBackend):
-        setattr(HostedBackend, _method.name, _remote(_method))
 
 __all__ = ["HostedBackend"]

@@ -8,7 +8,7 @@ from pydantic import JsonValue
 from typing_extensions import TypedDict
 
 from drivetrain.openai.responses import WeightSpan
-from drivetrain_serving.http.error_statuses import AboutError
+from drivetrain_serving.http_layer.error_statuses import AboutError
 
 # The trainer ---------------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from drivetrain.errors import DrivetrainError, InvalidRequest
 from drivetrain.openai.responses import FinishReasonName, ToolCall
 from drivetrain_serving.gateway import answer_types as types
 from drivetrain_serving.gateway.errors import body_and_status
-from drivetrain_serving.http.error_statuses import described
+from drivetrain_serving.http_layer.error_statuses import described
 from drivetrain_serving.vllm.answer_types import ChatChunk, ChatCompletion, ChatUsageChunk, DetailedUsage
 from drivetrain_serving.vllm.json_objects import Json
 

@@ -18,11 +18,11 @@ from drivetrain.openai.responses import ChatDelta
 from drivetrain.types.outputs import Completion, CompletionChunk
 from drivetrain.types.prompts import ChatPrompt, Message
 from drivetrain.types.sampling import SamplingParams
-from drivetrain_serving.gateway.messages import Conversation, conversations
-from drivetrain_serving.gateway.prompts import PreparedPrompt, opens_answer
+from drivetrain_serving.gateway.conversation_digests import Conversation, conversations
 from drivetrain_serving.gateway.records import Record, packed_ids, packed_logprobs
 from drivetrain_serving.gateway.session_turns import Session, Turn
 from drivetrain_serving.gateway.sessions import Sessions
+from drivetrain_serving.gateway.turn_prompts import PreparedPrompt, opens_answer
 from drivetrain_serving.served_engine import ServedEngine
 from drivetrain_serving.vllm.answer_types import ChatChunk, ChatCompletion
 from drivetrain_serving.vllm.chat_and_completion_answers import ChatResponses

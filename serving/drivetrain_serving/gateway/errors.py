@@ -8,8 +8,8 @@ from typing import Final
 from starlette.responses import Response
 
 from drivetrain.errors import DrivetrainError
-from drivetrain_serving.http.answers import json_answer
-from drivetrain_serving.http.error_statuses import status_of
+from drivetrain_serving.http_layer.answers import json_answer
+from drivetrain_serving.http_layer.error_statuses import status_of
 from drivetrain_serving.vllm import errors as of_vllm
 
 

@@ -6,7 +6,7 @@ from typing import Final
 
 from pydantic import Field, JsonValue
 
-from drivetrain_serving.http.route_docs import Fields
+from drivetrain_serving.http_layer.route_docs import Fields
 
 _OBJECTS: Final[dict[str, JsonValue]] = {"type": ["array", "null"], "items": {"type": "object"}}
 _TEXTS: Final[dict[str, JsonValue]] = {"type": ["string", "array", "null"], "items": {"type": "object"}}

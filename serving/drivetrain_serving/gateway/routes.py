@@ -26,14 +26,14 @@ from drivetrain_serving.gateway import answer_types as types
 from drivetrain_serving.gateway import anthropic, openai_responses
 from drivetrain_serving.gateway.capture import Asked, Capture
 from drivetrain_serving.gateway.errors import error_answer
-from drivetrain_serving.gateway.prompts import prepare
 from drivetrain_serving.gateway.request_fields import MessagesRequest, ResponsesRequest
 from drivetrain_serving.gateway.session_turns import Session
 from drivetrain_serving.gateway.sessions import Sessions
 from drivetrain_serving.gateway.trajectory import trajectory_of
-from drivetrain_serving.http.answers import NamedEventStream, event_stream, json_answer
-from drivetrain_serving.http.bodies import read_json, unless_disconnected
-from drivetrain_serving.http.route_docs import JSON, OF_ENGINES, STREAM, documented
+from drivetrain_serving.gateway.turn_prompts import prepare
+from drivetrain_serving.http_layer.answers import NamedEventStream, event_stream, json_answer
+from drivetrain_serving.http_layer.bodies import read_json, unless_disconnected
+from drivetrain_serving.http_layer.route_docs import JSON, OF_ENGINES, STREAM, documented
 from drivetrain_serving.served_engine import ServedEngine
 from drivetrain_serving.vllm.answer_types import ChatChunk, ChatCompletion, ChatUsageChunk
 from drivetrain_serving.vllm.chat_and_completion_answers import ChatResponses

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from drivetrain.types.outputs import VersionSpan
 from drivetrain_serving.gateway.continuation import RenderedPrompt
-from drivetrain_serving.gateway.messages import Conversation
+from drivetrain_serving.gateway.conversation_digests import Conversation
 from drivetrain_serving.gateway.records import Record, SpillFile, StoredRecord, unpacked_ids
 
 

@@ -11,8 +11,8 @@ from typing import Any, Final, Literal
 from pydantic import BaseModel
 from starlette.routing import Route
 
-from drivetrain_serving.http.error_statuses import PlainErrorBody
-from drivetrain_serving.http.route_docs import JSON, STREAM, TEXT, RouteDoc, doc_of
+from drivetrain_serving.http_layer.error_statuses import PlainErrorBody
+from drivetrain_serving.http_layer.route_docs import JSON, STREAM, TEXT, RouteDoc, doc_of
 from drivetrain_serving.openapi.answer_schemas import schema_of
 
 Json = dict[str, Any]

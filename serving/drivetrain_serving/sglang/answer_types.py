@@ -7,7 +7,7 @@ from typing import Literal, NotRequired
 from typing_extensions import TypedDict
 
 from drivetrain.openai.responses import WeightSpan
-from drivetrain_serving.http.error_statuses import AboutError
+from drivetrain_serving.http_layer.error_statuses import AboutError
 
 TokenEntry = tuple[float | None, int, str | None]
 """Logprob, token id, and text where it is asked for."""

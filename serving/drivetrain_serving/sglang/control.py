@@ -16,9 +16,9 @@ from drivetrain.checks.safe_repr import shown
 from drivetrain.errors import InvalidRequest
 from drivetrain.types.capability import Capability
 from drivetrain.types.modes import PauseMode
-from drivetrain_serving.http.answers import json_answer
-from drivetrain_serving.http.bodies import read_fields, read_json
-from drivetrain_serving.http.route_docs import OF_ENGINES, TEXT, Fields, documented
+from drivetrain_serving.http_layer.answers import json_answer
+from drivetrain_serving.http_layer.bodies import read_fields, read_json
+from drivetrain_serving.http_layer.route_docs import OF_ENGINES, TEXT, Fields, documented
 from drivetrain_serving.served_engine import ServedEngine
 from drivetrain_serving.sglang.answer_types import Done
 from drivetrain_serving.sglang.generation import GenerateRoute

@@ -9,8 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from drivetrain.types.capability import Capability
-from drivetrain_serving.http.answers import json_answer
-from drivetrain_serving.http.route_docs import documented
+from drivetrain_serving.http_layer.answers import json_answer
+from drivetrain_serving.http_layer.route_docs import documented
 from drivetrain_serving.served_engine import ServedEngine
 from drivetrain_serving.sglang.answer_types import Load, Loads, SGLangModelInfo, SGLangServerInfo
 from drivetrain_serving.vllm.answer_types import WeightInfo

@@ -17,8 +17,15 @@ from drivetrain.errors import (
     UnsupportedCapability,
     WeightPlanMismatch,
 )
-from drivetrain_serving.http.answers import json_answer
-from drivetrain_serving.http.error_statuses import UNREAD, AboutError, PlainErrorBody, described, field_of, status_of
+from drivetrain_serving.http_layer.answers import json_answer
+from drivetrain_serving.http_layer.error_statuses import (
+    UNREAD,
+    AboutError,
+    PlainErrorBody,
+    described,
+    field_of,
+    status_of,
+)
 
 
 class ErrorText(TypedDict):

@@ -13,10 +13,10 @@ from starlette.responses import Response
 from drivetrain.errors import InvalidRequest
 from drivetrain.text.prompt_threads import in_prompt_thread
 from drivetrain.types.prompts import Prompt, TokenPrompt
-from drivetrain_serving.http.answers import event_stream, json_answer
-from drivetrain_serving.http.bodies import read_json, unless_disconnected
-from drivetrain_serving.http.error_statuses import PlainErrorBody
-from drivetrain_serving.http.route_docs import JSON, OF_ENGINES, STREAM, documented
+from drivetrain_serving.http_layer.answers import event_stream, json_answer
+from drivetrain_serving.http_layer.bodies import read_json, unless_disconnected
+from drivetrain_serving.http_layer.error_statuses import PlainErrorBody
+from drivetrain_serving.http_layer.route_docs import JSON, OF_ENGINES, STREAM, documented
 from drivetrain_serving.served_engine import ServedEngine
 from drivetrain_serving.sglang.answer_types import Generated
 from drivetrain_serving.sglang.errors import BrokenContract, StreamErrorBody, contract_answer, stream_body

@@ -11,9 +11,9 @@ from starlette.responses import Response
 from drivetrain.checks.safe_repr import shown
 from drivetrain.errors import InvalidRequest
 from drivetrain.text.prompt_threads import in_prompt_thread
-from drivetrain_serving.http.answers import json_answer
-from drivetrain_serving.http.bodies import read_fields, read_json
-from drivetrain_serving.http.route_docs import Fields, documented
+from drivetrain_serving.http_layer.answers import json_answer
+from drivetrain_serving.http_layer.bodies import read_fields, read_json
+from drivetrain_serving.http_layer.route_docs import Fields, documented
 from drivetrain_serving.prompt_of_body import PromptFields, prompt_of_body
 from drivetrain_serving.served_engine import ServedEngine
 from drivetrain_serving.sglang.answer_types import Texts, TextsTokens, TextTokens

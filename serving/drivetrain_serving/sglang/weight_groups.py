@@ -15,13 +15,13 @@ from drivetrain.checks.safe_repr import shown
 from drivetrain.errors import DrivetrainError, InvalidRequest
 from drivetrain.types.weights import CommunicatorSpec, TensorSpec
 from drivetrain_serving.config import ServerConfig
-from drivetrain_serving.http.answers import json_answer
-from drivetrain_serving.http.bodies import read_fields, unless_disconnected
-from drivetrain_serving.http.route_docs import OF_ENGINES, Fields, documented
+from drivetrain_serving.http_layer.answers import json_answer
+from drivetrain_serving.http_layer.bodies import read_fields, unless_disconnected
+from drivetrain_serving.http_layer.route_docs import OF_ENGINES, Fields, documented
 from drivetrain_serving.sglang.answer_types import WeightsChanged
 from drivetrain_serving.sglang.errors import FailureBody, failure_answer
 from drivetrain_weight_sync.trainer_groups.bucket import WHOLE, WeightBucket
-from drivetrain_weight_sync.trainer_groups.messages import Join
+from drivetrain_weight_sync.trainer_groups.process_messages import Join
 from drivetrain_weight_sync.trainer_groups.weight_groups import WeightGroups
 
 _GROUP: Final = "weight_update_group"

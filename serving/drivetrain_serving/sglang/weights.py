@@ -18,10 +18,10 @@ from drivetrain.errors import DrivetrainError, InvalidRequest, UnsupportedCapabi
 from drivetrain.types.capability import Capability
 from drivetrain.types.modes import PauseMode
 from drivetrain.types.weights import TensorData
-from drivetrain_serving.http.answers import json_answer
-from drivetrain_serving.http.bodies import read_fields
-from drivetrain_serving.http.error_statuses import described
-from drivetrain_serving.http.route_docs import Fields, documented
+from drivetrain_serving.http_layer.answers import json_answer
+from drivetrain_serving.http_layer.bodies import read_fields
+from drivetrain_serving.http_layer.error_statuses import described
+from drivetrain_serving.http_layer.route_docs import Fields, documented
 from drivetrain_serving.served_engine import ServedEngine
 from drivetrain_serving.sglang import answer_types as types
 from drivetrain_serving.sglang.control import flag

@@ -14,8 +14,8 @@ from typing_extensions import TypedDict
 
 from drivetrain.errors import DrivetrainError
 from drivetrain_fleet import InferenceEngineClient
-from drivetrain_serving.http.answers import json_answer
-from drivetrain_serving.http.route_docs import documented
+from drivetrain_serving.http_layer.answers import json_answer
+from drivetrain_serving.http_layer.route_docs import documented
 from drivetrain_serving.served_engine import ServedEngine
 
 _INLINE: Final = re.compile(r"<(style|script)>(.*?)</\1>", re.DOTALL)

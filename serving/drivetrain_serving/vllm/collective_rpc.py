@@ -12,9 +12,9 @@ from starlette.responses import Response
 from drivetrain.checks.safe_repr import shown
 from drivetrain.errors import DrivetrainError, InvalidRequest, UnsupportedCapability
 from drivetrain_serving.config import ServerConfig
-from drivetrain_serving.http.answers import json_answer
-from drivetrain_serving.http.bodies import read_fields
-from drivetrain_serving.http.route_docs import Fields, documented
+from drivetrain_serving.http_layer.answers import json_answer
+from drivetrain_serving.http_layer.bodies import read_fields
+from drivetrain_serving.http_layer.route_docs import Fields, documented
 from drivetrain_serving.vllm.answer_types import RpcResults
 from drivetrain_serving.vllm.weight_transfer import UpdateInfo, WeightTransferRoutes, refusal_answer
 

@@ -20,10 +20,10 @@ from drivetrain.engine.states import EngineState
 from drivetrain.errors import DrivetrainError, InvalidRequest, UnsupportedCapability
 from drivetrain.types.capability import Capability
 from drivetrain.types.modes import MemoryTag, PauseMode
-from drivetrain_serving.http.answers import json_answer
-from drivetrain_serving.http.bodies import query_flag, read_fields
-from drivetrain_serving.http.error_statuses import PlainErrorBody
-from drivetrain_serving.http.route_docs import OF_ENGINES, TEXT, Fields, documented
+from drivetrain_serving.http_layer.answers import json_answer
+from drivetrain_serving.http_layer.bodies import query_flag, read_fields
+from drivetrain_serving.http_layer.error_statuses import PlainErrorBody
+from drivetrain_serving.http_layer.route_docs import OF_ENGINES, TEXT, Fields, documented
 from drivetrain_serving.served_engine import ServedEngine
 from drivetrain_serving.vllm import answer_types as types
 from drivetrain_serving.vllm.errors import error_answer, plain_error_answer

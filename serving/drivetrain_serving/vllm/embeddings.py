@@ -22,9 +22,9 @@ from drivetrain.text.prompt_threads import in_prompt_thread
 from drivetrain.types.capability import Capability
 from drivetrain.types.config import Task
 from drivetrain.types.prompts import TextPrompt, TokenPrompt
-from drivetrain_serving.http.answers import json_answer
-from drivetrain_serving.http.bodies import read_json, unless_disconnected
-from drivetrain_serving.http.route_docs import OF_ENGINES, documented
+from drivetrain_serving.http_layer.answers import json_answer
+from drivetrain_serving.http_layer.bodies import read_json, unless_disconnected
+from drivetrain_serving.http_layer.route_docs import OF_ENGINES, documented
 from drivetrain_serving.served_engine import ServedEngine
 from drivetrain_serving.vllm.answer_types import Embeddings
 

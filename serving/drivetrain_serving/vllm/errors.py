@@ -9,8 +9,15 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from drivetrain.errors import DrivetrainError, InvalidRequest
-from drivetrain_serving.http.answers import json_answer
-from drivetrain_serving.http.error_statuses import UNREAD, AboutError, PlainErrorBody, described, field_of, status_of
+from drivetrain_serving.http_layer.answers import json_answer
+from drivetrain_serving.http_layer.error_statuses import (
+    UNREAD,
+    AboutError,
+    PlainErrorBody,
+    described,
+    field_of,
+    status_of,
+)
 
 _TYPES: Final = {
     400: "BadRequestError",

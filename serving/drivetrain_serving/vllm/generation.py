@@ -20,9 +20,9 @@ from drivetrain.openai.token_texts import TokenTexts
 from drivetrain.text.prompt_threads import in_prompt_thread
 from drivetrain.types.outputs import Completion, CompletionChunk
 from drivetrain.types.prompts import Prompt, TokenPrompt
-from drivetrain_serving.http.answers import event_stream, json_answer
-from drivetrain_serving.http.bodies import read_json, unless_disconnected
-from drivetrain_serving.http.route_docs import JSON, OF_ENGINES, STREAM, documented
+from drivetrain_serving.http_layer.answers import event_stream, json_answer
+from drivetrain_serving.http_layer.bodies import read_json, unless_disconnected
+from drivetrain_serving.http_layer.route_docs import JSON, OF_ENGINES, STREAM, documented
 from drivetrain_serving.served_engine import ServedEngine
 from drivetrain_serving.vllm import answer_types as types
 from drivetrain_serving.vllm.chat_and_completion_answers import ChatResponses, CompletionResponses

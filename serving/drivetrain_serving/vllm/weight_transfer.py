@@ -17,13 +17,13 @@ from drivetrain.engine.engine import InferenceEngine
 from drivetrain.errors import DrivetrainError, InvalidRequest, InvalidWeights, UnsupportedCapability, WeightPlanMismatch
 from drivetrain.types.weights import TensorSpec
 from drivetrain_serving.config import ServerConfig
-from drivetrain_serving.http.answers import json_answer
-from drivetrain_serving.http.bodies import read_fields, unless_disconnected
-from drivetrain_serving.http.route_docs import Fields, documented
+from drivetrain_serving.http_layer.answers import json_answer
+from drivetrain_serving.http_layer.bodies import read_fields, unless_disconnected
+from drivetrain_serving.http_layer.route_docs import Fields, documented
 from drivetrain_serving.vllm.answer_types import Said
 from drivetrain_serving.vllm.errors import error_answer
 from drivetrain_weight_sync.trainer_groups.bucket import WeightBucket
-from drivetrain_weight_sync.trainer_groups.messages import JoinNccl
+from drivetrain_weight_sync.trainer_groups.process_messages import JoinNccl
 from drivetrain_weight_sync.trainer_groups.weight_groups import WeightGroups
 
 GROUP: Final = "weight transfer engine"

@@ -17,7 +17,7 @@ from drivetrain.errors import InvalidRequest, UnsupportedCapability
 from drivetrain.types.weights import TensorSpec
 from drivetrain_weight_sync.trainer_groups.bucket import WeightBucket
 from drivetrain_weight_sync.trainer_groups.bucket_layout import BucketLayout
-from drivetrain_weight_sync.trainer_groups.messages import AnyJoin, Join, JoinNccl
+from drivetrain_weight_sync.trainer_groups.process_messages import AnyJoin, Join, JoinNccl
 from drivetrain_weight_sync.trainer_groups.trainer_group import TrainerGroup
 from drivetrain_weight_sync.trainer_groups.weight_groups import WeightGroups
 

@@ -7,7 +7,7 @@ from drivetrain.engine.engine import InferenceEngine
 from drivetrain.errors import InvalidRequest
 from drivetrain_trainers.skyrl.control import ControlCalls
 from drivetrain_trainers.skyrl.generation import GenerationCalls
-from drivetrain_trainers.skyrl.models import ModelCalls
+from drivetrain_trainers.skyrl.model_calls import ModelCalls
 from drivetrain_trainers.skyrl.transfer import WeightTransfers
 from drivetrain_trainers.skyrl.weights import WeightCalls
 

@@ -16,7 +16,7 @@ from drivetrain.errors import InvalidRequest, UnsupportedCapability
 from drivetrain.types.weights import LoraSource, TensorSpec
 from drivetrain.types.weights import WeightUpdateRequest as EngineUpdate
 from drivetrain_weight_sync.trainer_groups.bucket import WeightBucket
-from drivetrain_weight_sync.trainer_groups.messages import Join
+from drivetrain_weight_sync.trainer_groups.process_messages import Join
 from drivetrain_weight_sync.trainer_groups.weight_groups import WeightGroups
 
 _BACKENDS: Final = ("gloo", "nccl")

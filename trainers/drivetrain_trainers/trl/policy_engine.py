@@ -24,7 +24,7 @@ from drivetrain.types.handle import EngineHandle
 from drivetrain.types.modes import MemoryTag
 from drivetrain.types.outputs import Completion, FinishReason
 from drivetrain.types.sampling import SamplingParams
-from drivetrain_trainers.trl.ranks import Facts, TrainerRanks, rank_here
+from drivetrain_trainers.trl.rank_agreement import Facts, TrainerRanks, rank_here
 from drivetrain_trainers.trl.support import Accelerator
 from drivetrain_weight_sync import LoraSync, WeightSync
 

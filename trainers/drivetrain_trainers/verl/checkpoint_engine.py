@@ -15,7 +15,7 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain_fleet import InferenceEngineClient
 from drivetrain_trainers.verl.attaching import attach_to
-from drivetrain_trainers.verl.names import ROLLOUT
+from drivetrain_trainers.verl.plugin_names import ROLLOUT
 from drivetrain_trainers.verl.pushing import Pusher, Weights, push_and_gather
 from drivetrain_trainers.verl.rollout import PUSHED, server_of_this_process
 

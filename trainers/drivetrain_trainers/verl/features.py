@@ -10,7 +10,7 @@ from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.replica import RolloutMode, RolloutReplica, TokenOutput
 
 from drivetrain.errors import BackendUnavailable
-from drivetrain_trainers.verl.names import SEEN_WORKING
+from drivetrain_trainers.verl.plugin_names import SEEN_WORKING
 
 _OUTPUT_FIELDS = ("token_ids", "log_probs", "stop_reason", "extra_fields")
 _ROLLOUT_METHODS = ("resume", "update_weights", "release")

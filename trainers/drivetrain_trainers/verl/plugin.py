@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from verl.workers.rollout.base import _ROLLOUT_REGISTRY
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
-from drivetrain_trainers.verl.names import ROLLOUT
+from drivetrain_trainers.verl.plugin_names import ROLLOUT
 
 if TYPE_CHECKING:
     from drivetrain_trainers.verl.replica import DrivetrainReplica

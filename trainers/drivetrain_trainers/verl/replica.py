@@ -14,8 +14,8 @@ from verl.workers.rollout.replica import RolloutReplica
 
 from drivetrain.errors import DrivetrainError, InvalidConfig
 from drivetrain_fleet.ray.calls import call, make
-from drivetrain_trainers.verl.names import server_name
-from drivetrain_trainers.verl.server import EngineServer
+from drivetrain_trainers.verl.engine_server import EngineServer
+from drivetrain_trainers.verl.plugin_names import server_name
 
 _CALLS_AT_ONCE: Final = 1 << 14
 """Calls that the actor takes at once: the engine queues requests, and no abort may wait behind them."""

@@ -13,7 +13,7 @@ from drivetrain.engine.engine import InferenceEngine
 from drivetrain.errors import InvalidConfig
 from drivetrain.types.modes import MemoryTag
 from drivetrain_trainers.verl.attaching import attach_to
-from drivetrain_trainers.verl.names import server_name
+from drivetrain_trainers.verl.plugin_names import server_name
 from drivetrain_trainers.verl.pushing import Pusher, Weights, push_and_gather
 
 if TYPE_CHECKING:

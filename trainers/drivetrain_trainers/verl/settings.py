@@ -14,7 +14,7 @@ from drivetrain.checks.safe_repr import shown
 from drivetrain.errors import InvalidConfig
 from drivetrain.types.config import EngineConfig
 from drivetrain.types.sampling import LogprobsMode
-from drivetrain_trainers.verl.names import OPTIONS, ROLLOUT, TEACHER
+from drivetrain_trainers.verl.plugin_names import OPTIONS, ROLLOUT, TEACHER
 
 if TYPE_CHECKING:
     from verl.workers.config import HFModelConfig, RolloutConfig

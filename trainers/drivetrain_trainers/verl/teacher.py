@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from verl.workers.config import DistillationTeacherModelConfig
 
 from drivetrain.errors import InvalidConfig
-from drivetrain_trainers.verl.names import ROLLOUT
+from drivetrain_trainers.verl.plugin_names import ROLLOUT
 
 
 @dataclass

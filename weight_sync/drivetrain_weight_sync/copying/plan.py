@@ -9,8 +9,8 @@ from typing import Final
 
 from drivetrain.errors import InvalidConfig, WeightPlanMismatch
 from drivetrain.types.weights import Bucket, PlacedTensor, TensorSpec, WeightManifest, WeightPlan
+from drivetrain_weight_sync.tensors.checkpoint_names import listed
 from drivetrain_weight_sync.tensors.dtypes import dtype_of, nbytes_of, rounds
-from drivetrain_weight_sync.tensors.names import listed
 
 ALIGNMENT: Final = 256
 """Alignment in bytes of a tensor's offset in its bucket, and of a bucket's size."""

@@ -12,8 +12,8 @@ from torch import nn
 
 from drivetrain.errors import EngineStartError, WeightSyncError
 from drivetrain.types.weights import WeightManifest
-from drivetrain_weight_sync.receiver.target import WeightTarget
-from drivetrain_weight_sync.tensors.names import listed
+from drivetrain_weight_sync.receiver.weight_target import WeightTarget
+from drivetrain_weight_sync.tensors.checkpoint_names import listed
 from drivetrain_weight_sync.tracing.quantised_parts import held_by
 from drivetrain_weight_sync.tracing.traced_target import TracedTarget
 from drivetrain_weight_sync.transports.checkpoint_files import require_readable

@@ -6,7 +6,7 @@ from transformers import GenerationConfig
 
 from drivetrain.backend.toolkit.translation import eos_token_ids
 from drivetrain.types.weights import WeightManifest
-from drivetrain_weight_sync.receiver.target import ModuleTarget
+from drivetrain_weight_sync.receiver.weight_target import ModuleTarget
 from drivetrain_weight_sync.tensors.meta_model import without_weights
 
 

@@ -18,8 +18,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from drivetrain.errors import InvalidRequest
+from drivetrain_weight_sync.tensors.checkpoint_names import listed
 from drivetrain_weight_sync.tensors.finite import non_finite
-from drivetrain_weight_sync.tensors.names import listed
 from drivetrain_weight_sync.transports.checkpoint_files import require_readable
 
 _PREFIX: Final = "base_model.model."

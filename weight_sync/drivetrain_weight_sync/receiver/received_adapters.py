@@ -13,8 +13,8 @@ from drivetrain_weight_sync.copying.device_copies import DeviceCopy, Looks, can_
 from drivetrain_weight_sync.copying.digest import digests
 from drivetrain_weight_sync.copying.plan import bucket_offsets, check_geometry, plan_nbytes
 from drivetrain_weight_sync.receiver.lora_adapters import GivenAdapter
+from drivetrain_weight_sync.tensors.checkpoint_names import listed
 from drivetrain_weight_sync.tensors.finite import non_finite
-from drivetrain_weight_sync.tensors.names import listed
 from drivetrain_weight_sync.transports.base import Patch, Reader, Slots
 from drivetrain_weight_sync.transports.process_groups import Groups
 from drivetrain_weight_sync.transports.readers import Readers

@@ -20,9 +20,9 @@ from drivetrain.types.weights import (
 )
 from drivetrain_weight_sync.receiver.kept_across_updates import KeptAcrossUpdates
 from drivetrain_weight_sync.receiver.source_opening import SourceOpening
-from drivetrain_weight_sync.receiver.target import WeightTarget
 from drivetrain_weight_sync.receiver.update import Phase, Update
-from drivetrain_weight_sync.tensors.names import listed
+from drivetrain_weight_sync.receiver.weight_target import WeightTarget
+from drivetrain_weight_sync.tensors.checkpoint_names import listed
 from drivetrain_weight_sync.transports.process_groups import Groups
 from drivetrain_weight_sync.transports.readers import Readers
 

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 from drivetrain.errors import DrivetrainError, EngineBusy, EngineInternalError, InvalidRequest, UnsupportedCapability
 from drivetrain.types.capability import Capability
-from drivetrain_weight_sync.receiver.target import WeightTarget
+from drivetrain_weight_sync.receiver.weight_target import WeightTarget
 from drivetrain_weight_sync.tensors.dtypes import nbytes_of
 from drivetrain_weight_sync.transports.threads import in_thread
 

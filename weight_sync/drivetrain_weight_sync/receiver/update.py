@@ -14,8 +14,8 @@ from drivetrain.types.weights import WeightUpdateRequest
 from drivetrain_weight_sync.copying.device_copies import DeviceCopies, DeviceCopy, Launched, fits, reaches
 from drivetrain_weight_sync.copying.digest import digest, digests
 from drivetrain_weight_sync.receiver.kept_across_updates import HeldDigest, KeptAcrossUpdates
-from drivetrain_weight_sync.receiver.target import WeightTarget
-from drivetrain_weight_sync.tensors.names import listed
+from drivetrain_weight_sync.receiver.weight_target import WeightTarget
+from drivetrain_weight_sync.tensors.checkpoint_names import listed
 from drivetrain_weight_sync.transports.base import Opened, Patch, Reader
 
 

@@ -9,7 +9,7 @@ import torch
 
 from drivetrain.errors import InvalidRequest
 from drivetrain.types.weights import TensorData, WeightReport
-from drivetrain_weight_sync.receiver.target import WeightTarget
+from drivetrain_weight_sync.receiver.weight_target import WeightTarget
 from drivetrain_weight_sync.tensors.dtypes import spec_of
 from drivetrain_weight_sync.tensors.finite import non_finite
 

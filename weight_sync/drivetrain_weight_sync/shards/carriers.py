@@ -9,7 +9,7 @@ import torch
 
 from drivetrain.errors import DrivetrainError
 from drivetrain_weight_sync.shards.links import Link, Send, Sending
-from drivetrain_weight_sync.shards.ranks import Ranks
+from drivetrain_weight_sync.shards.rank_discovery import Ranks
 from drivetrain_weight_sync.transports.device_memory import uuid_of
 from drivetrain_weight_sync.transports.process_groups import Group, NcclGroupSpec
 

@@ -22,9 +22,9 @@ from drivetrain_weight_sync.shards.links import (
     failure,
     lost,
 )
-from drivetrain_weight_sync.shards.parts import PartStager, this_host
+from drivetrain_weight_sync.shards.part_staging import PartStager, this_host
 from drivetrain_weight_sync.shards.pieces import Piece, own_pieces
-from drivetrain_weight_sync.shards.ranks import Ranks
+from drivetrain_weight_sync.shards.rank_discovery import Ranks
 
 
 class Contributor:

@@ -33,9 +33,9 @@ from drivetrain_weight_sync.shards.links import (
     StageParts,
     failure,
 )
-from drivetrain_weight_sync.shards.parts import PartStager, this_host
+from drivetrain_weight_sync.shards.part_staging import PartStager, this_host
 from drivetrain_weight_sync.shards.pieces import Piece, own_pieces
-from drivetrain_weight_sync.shards.ranks import Place, Ranks, new_key
+from drivetrain_weight_sync.shards.rank_discovery import Place, Ranks, new_key
 from drivetrain_weight_sync.tensors.dtypes import dtype_of
 from drivetrain_weight_sync.tensors.storages import storage_of
 from drivetrain_weight_sync.transports.base import slot

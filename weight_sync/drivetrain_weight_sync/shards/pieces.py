@@ -11,8 +11,8 @@ import msgspec
 import torch
 
 from drivetrain.errors import WeightSyncError
+from drivetrain_weight_sync.tensors.checkpoint_names import unwrapped
 from drivetrain_weight_sync.tensors.dtypes import dtype_name
-from drivetrain_weight_sync.tensors.names import unwrapped
 
 
 @dataclass(frozen=True, slots=True, eq=False)

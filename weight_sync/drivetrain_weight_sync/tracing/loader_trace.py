@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_map_only
 
 from drivetrain.errors import WeightSyncError
 from drivetrain.types.weights import TensorSpec
+from drivetrain_weight_sync.tensors.checkpoint_names import listed
 from drivetrain_weight_sync.tensors.dtypes import dtype_of
-from drivetrain_weight_sync.tensors.names import listed
 from drivetrain_weight_sync.tensors.storages import storage_of
 from drivetrain_weight_sync.tracing.operations import tensors_in, written_to
 

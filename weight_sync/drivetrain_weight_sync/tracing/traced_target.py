@@ -19,8 +19,8 @@ from torch import nn
 from drivetrain.errors import EngineStateError, WeightSyncError, WeightTransferFailed
 from drivetrain.types.weights import TensorSpec, WeightManifest
 from drivetrain_weight_sync.copying.device_copies import DeviceCopies, DeviceCopy, Launched, fits, window_of
+from drivetrain_weight_sync.tensors.checkpoint_names import listed
 from drivetrain_weight_sync.tensors.dtypes import dtype_name, dtype_of
-from drivetrain_weight_sync.tensors.names import listed
 from drivetrain_weight_sync.tensors.storages import storage_of
 from drivetrain_weight_sync.tracing.derived_tensors import Derived
 from drivetrain_weight_sync.tracing.loader_trace import Copy, LoaderTrace, LoadWeights, trace_loader
@@ -41,7 +41,7 @@ class Piece:
 
 
 class TracedTarget:
-    """A :class:`~drivetrain_weight_sync.receiver.target.WeightTarget` that replays the copies of a traced loader.
+    """A :class:`~drivetrain_weight_sync.WeightTarget` that replays the copies of a traced loader.
 
     Args:
         load_weights: The loader of the engine's model.

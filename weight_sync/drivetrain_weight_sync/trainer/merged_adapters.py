@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from drivetrain.errors import WeightSyncError
+from drivetrain_weight_sync.tensors.checkpoint_names import base_name, listed
 from drivetrain_weight_sync.tensors.derived_tensor import DerivedTensor
-from drivetrain_weight_sync.tensors.names import base_name, listed
 from drivetrain_weight_sync.tensors.storages import storage_of
 
 Pairs = Sequence[tuple[str, torch.Tensor]]

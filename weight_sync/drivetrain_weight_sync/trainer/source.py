@@ -11,8 +11,8 @@ from drivetrain.checks.safe_repr import shown
 from drivetrain.errors import InvalidRequest, WeightPlanMismatch, WeightSyncError
 from drivetrain.types.weights import WeightManifest
 from drivetrain_weight_sync.shards.pieces import WeightShard, is_sharded
+from drivetrain_weight_sync.tensors.checkpoint_names import base_name, unwrapped
 from drivetrain_weight_sync.tensors.derived_tensor import DerivedTensor
-from drivetrain_weight_sync.tensors.names import base_name, unwrapped
 from drivetrain_weight_sync.tensors.stacked_experts import by_checkpoint_name
 from drivetrain_weight_sync.trainer.in_memory_names import InMemoryNames
 from drivetrain_weight_sync.trainer.merged_adapters import MergedAdapters, without_adapters

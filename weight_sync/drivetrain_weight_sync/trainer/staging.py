@@ -17,10 +17,10 @@ from drivetrain.types.weights import TensorSpec, WeightManifest, WeightPlan
 from drivetrain_weight_sync.copying.device_copies import DeviceCopy, Looks, Pace, can_look, fits, reaches
 from drivetrain_weight_sync.copying.digest import digest, digests
 from drivetrain_weight_sync.copying.plan import check_plan
+from drivetrain_weight_sync.tensors.checkpoint_names import listed
 from drivetrain_weight_sync.tensors.derived_tensor import DerivedTensor
 from drivetrain_weight_sync.tensors.dtypes import dtype_of, nbytes_of, rounds, spec_of, widens
 from drivetrain_weight_sync.tensors.finite import non_finite
-from drivetrain_weight_sync.tensors.names import listed
 from drivetrain_weight_sync.tensors.storages import place_of
 from drivetrain_weight_sync.trainer.source import Source, by_name
 from drivetrain_weight_sync.transports.base import Sender

@@ -17,7 +17,7 @@ from drivetrain.types.modes import PauseMode
 from drivetrain_weight_sync.copying.plan import DEFAULT_BUCKET_BYTES
 from drivetrain_weight_sync.shards.contributor import Contributor
 from drivetrain_weight_sync.shards.gatherer import Gatherer
-from drivetrain_weight_sync.shards.ranks import Ranks
+from drivetrain_weight_sync.shards.rank_discovery import Ranks
 from drivetrain_weight_sync.trainer.engine_push import EnginePush, PushOptions
 from drivetrain_weight_sync.trainer.in_memory_names import InMemoryNames
 from drivetrain_weight_sync.trainer.logprob_probe import LogprobProbe, ScoringEngine

@@ -8,7 +8,7 @@ import torch
 
 from drivetrain_weight_sync.tensors.dtypes import dtype_of, nbytes_of
 from drivetrain_weight_sync.trainer_groups.bucket import WeightBucket
-from drivetrain_weight_sync.trainer_groups.messages import Piece
+from drivetrain_weight_sync.trainer_groups.process_messages import Piece
 
 _ALIGNMENT: Final = 64
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 
 from drivetrain.errors import InvalidRequest, WeightSyncError
-from drivetrain_weight_sync.trainer_groups.messages import JoinNccl
+from drivetrain_weight_sync.trainer_groups.process_messages import JoinNccl
 
 _dist: Any = torch.distributed
 """``Any``: its stores are not declared."""

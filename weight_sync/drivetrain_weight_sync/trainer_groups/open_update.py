@@ -10,8 +10,8 @@ from drivetrain.errors import InvalidRequest, WeightPlanMismatch
 from drivetrain.types.weights import TensorSpec, WeightManifest
 from drivetrain_weight_sync.copying.digest import digest
 from drivetrain_weight_sync.copying.plan import check_plan
+from drivetrain_weight_sync.tensors.checkpoint_names import listed, unwrapped
 from drivetrain_weight_sync.tensors.dtypes import dtype_of, rounds, spec_of, widens
-from drivetrain_weight_sync.tensors.names import listed, unwrapped
 from drivetrain_weight_sync.trainer.in_memory_names import InMemoryNames
 from drivetrain_weight_sync.trainer_groups.bucket import WeightBucket
 

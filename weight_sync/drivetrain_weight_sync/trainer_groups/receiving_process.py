@@ -20,7 +20,16 @@ import msgspec
 import torch
 
 from drivetrain.errors import InvalidRequest
-from drivetrain_weight_sync.trainer_groups.messages import Answer, Done, Failed, Join, JoinNccl, Piece, Receive, Request
+from drivetrain_weight_sync.trainer_groups.process_messages import (
+    Answer,
+    Done,
+    Failed,
+    Join,
+    JoinNccl,
+    Piece,
+    Receive,
+    Request,
+)
 
 _dist: Any = torch.distributed
 """``Any``: its process group classes are not declared."""

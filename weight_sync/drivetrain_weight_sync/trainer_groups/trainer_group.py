@@ -13,7 +13,7 @@ import msgspec
 
 from drivetrain.backend.toolkit.deadlines import deadline
 from drivetrain.errors import InvalidRequest, WeightSyncError
-from drivetrain_weight_sync.trainer_groups.messages import Answer, AnyJoin, Failed, Piece, Receive, Request
+from drivetrain_weight_sync.trainer_groups.process_messages import Answer, AnyJoin, Failed, Piece, Receive, Request
 
 _REQUESTS: Final = msgspec.json.Encoder()
 _ANSWERS: Final = msgspec.json.Decoder(Answer)

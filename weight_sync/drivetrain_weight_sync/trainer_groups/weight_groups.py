@@ -12,7 +12,7 @@ from drivetrain.checks.safe_repr import shown
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.errors import DrivetrainError, InvalidRequest
 from drivetrain.types.capability import Capability
-from drivetrain_weight_sync.trainer_groups.messages import AnyJoin
+from drivetrain_weight_sync.trainer_groups.process_messages import AnyJoin
 from drivetrain_weight_sync.trainer_groups.trainer_group import TrainerGroup
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from drivetrain.errors import InvalidRequest
-from drivetrain_weight_sync.tensors.names import unwrapped
+from drivetrain_weight_sync.tensors.checkpoint_names import unwrapped
 
 _INDEXES: Final = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _PATTERNS: Final = ("*.safetensors", "pytorch_model*.bin", "*.bin")

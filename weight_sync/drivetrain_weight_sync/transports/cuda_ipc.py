@@ -12,9 +12,9 @@ import torch
 from drivetrain.errors import InvalidRequest, WeightSyncError
 from drivetrain.types.weights import CudaIpcSource, WeightManifest, WeightPlan, WeightUpdateRequest
 from drivetrain_weight_sync.copying.plan import bucket_offsets, plan_nbytes
+from drivetrain_weight_sync.tensors.checkpoint_names import listed
 from drivetrain_weight_sync.tensors.derived_tensor import DerivedTensor
 from drivetrain_weight_sync.tensors.dtypes import dtype_of
-from drivetrain_weight_sync.tensors.names import listed
 from drivetrain_weight_sync.transports.base import Opened, Reader, Sender, Slots, slot
 from drivetrain_weight_sync.transports.device_memory import (
     HANDLE_BYTES,

@@ -13,9 +13,9 @@ from drivetrain.errors import InvalidWeights, WeightPlanMismatch, WeightSyncErro
 from drivetrain.types.weights import DiskSource, TensorSpec, WeightManifest, WeightPlan, WeightUpdateRequest
 from drivetrain_weight_sync.copying.digest import digest
 from drivetrain_weight_sync.copying.plan import check_plan, make_plan
+from drivetrain_weight_sync.tensors.checkpoint_names import listed
 from drivetrain_weight_sync.tensors.dtypes import dtype_of, spec_of, widens
 from drivetrain_weight_sync.tensors.finite import non_finite
-from drivetrain_weight_sync.tensors.names import listed
 from drivetrain_weight_sync.transports.base import Opened, Reader, Sender
 from drivetrain_weight_sync.transports.checkpoint_files import Checkpoint
 from drivetrain_weight_sync.transports.push_folder import PushFolder

@@ -37,9 +37,9 @@ from drivetrain_conformance.assertions.weight_checks import (
     same_label_again,
 )
 from drivetrain_conformance.cases.weight_sync.pushing import free_port
+from drivetrain_conformance.engine_model.replay import Live, proceed, settle
 from drivetrain_conformance.harness.case import case
 from drivetrain_conformance.harness.testbench import Bench, TooLate, in_time
-from drivetrain_conformance.model.replay import Live, proceed, settle
 
 
 @case(Capability.WEIGHTS_DISK, changes_weights=True)

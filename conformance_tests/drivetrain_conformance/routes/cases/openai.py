@@ -6,7 +6,7 @@ from typing import Final
 
 from drivetrain_conformance.routes.case import route_case
 from drivetrain_conformance.routes.server_answers import Field
-from drivetrain_conformance.routes.target import CannotRun, Target
+from drivetrain_conformance.routes.server_under_test import CannotRun, Target
 
 MESSAGES: Final = [{"role": "user", "content": "hello"}]
 BIG_SEED: Final = 2**63 - 1

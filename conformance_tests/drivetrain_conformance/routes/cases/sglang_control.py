@@ -10,7 +10,7 @@ from typing import Final
 from drivetrain_conformance.routes.case import route_case
 from drivetrain_conformance.routes.sampled import Sampled
 from drivetrain_conformance.routes.server_answers import Answer, Field
-from drivetrain_conformance.routes.target import Target
+from drivetrain_conformance.routes.server_under_test import Target
 
 TRIES: Final = 3
 

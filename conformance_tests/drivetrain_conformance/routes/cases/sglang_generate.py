@@ -7,7 +7,7 @@ from typing import Final
 from drivetrain_conformance.routes.case import route_case
 from drivetrain_conformance.routes.cases.openai import BIG_SEED
 from drivetrain_conformance.routes.server_answers import Field
-from drivetrain_conformance.routes.target import Target
+from drivetrain_conformance.routes.server_under_test import Target
 
 SHORT: Final = {"max_new_tokens": 4, "temperature": 0, "ignore_eos": True}
 

@@ -12,7 +12,7 @@ from drivetrain_conformance.routes.cases.sglang_weights import NEUTRAL, request,
 from drivetrain_conformance.routes.cases.vllm_weights import PROMPT, long_prompt
 from drivetrain_conformance.routes.sampled import Sampled
 from drivetrain_conformance.routes.server_answers import Answer
-from drivetrain_conformance.routes.target import RouteRefused, Target
+from drivetrain_conformance.routes.server_under_test import RouteRefused, Target
 
 
 def new_name() -> str:

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from drivetrain_conformance.routes.case import route_case
 from drivetrain_conformance.routes.cases.sglang_control import paused, require_readable, short
 from drivetrain_conformance.routes.cases.sglang_weights import push, restored, sampled
-from drivetrain_conformance.routes.target import Target
+from drivetrain_conformance.routes.server_under_test import Target
 
 
 @asynccontextmanager

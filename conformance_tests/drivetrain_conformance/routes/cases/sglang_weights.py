@@ -12,7 +12,7 @@ from drivetrain_conformance.routes.cases.sglang_control import interrupted, paus
 from drivetrain_conformance.routes.cases.vllm_weights import PROMPT, TOKENS, long_prompt, require_both_versions
 from drivetrain_conformance.routes.sampled import Sampled
 from drivetrain_conformance.routes.server_answers import Answer, Field
-from drivetrain_conformance.routes.target import Target
+from drivetrain_conformance.routes.server_under_test import Target
 
 NEUTRAL: Final = {"max_new_tokens": TOKENS, "temperature": 1, "ignore_eos": True}
 

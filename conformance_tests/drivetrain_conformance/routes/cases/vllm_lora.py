@@ -11,7 +11,7 @@ from drivetrain_conformance.routes.case import route_case
 from drivetrain_conformance.routes.cases.vllm_control import long
 from drivetrain_conformance.routes.cases.vllm_weights import long_prompt, sampled
 from drivetrain_conformance.routes.server_answers import Answer, Field
-from drivetrain_conformance.routes.target import Target
+from drivetrain_conformance.routes.server_under_test import Target
 
 
 def new_name() -> str:

@@ -10,7 +10,7 @@ from drivetrain_conformance.routes.case import route_case
 from drivetrain_conformance.routes.cases.vllm_control import short
 from drivetrain_conformance.routes.cases.vllm_weights import push, restored, sampled, version_of
 from drivetrain_conformance.routes.server_answers import Answer
-from drivetrain_conformance.routes.target import Target
+from drivetrain_conformance.routes.server_under_test import Target
 
 
 @asynccontextmanager

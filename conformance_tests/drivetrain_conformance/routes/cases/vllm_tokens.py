@@ -7,7 +7,7 @@ from typing import Final
 from drivetrain_conformance.routes.case import route_case
 from drivetrain_conformance.routes.cases.openai import BIG_SEED, chat, complete
 from drivetrain_conformance.routes.server_answers import Field
-from drivetrain_conformance.routes.target import Target
+from drivetrain_conformance.routes.server_under_test import Target
 
 PROMPTS: Final = [[5, 6], [7]]
 OF_TRL: Final = {"logprobs": 0, "return_token_ids": True, "return_tokens_as_token_ids": True}

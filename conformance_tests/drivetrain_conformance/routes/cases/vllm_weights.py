@@ -11,7 +11,7 @@ from drivetrain_conformance.routes.case import route_case
 from drivetrain_conformance.routes.cases.vllm_control import TRIES, paused
 from drivetrain_conformance.routes.sampled import Sampled
 from drivetrain_conformance.routes.server_answers import Field
-from drivetrain_conformance.routes.target import RouteRefused, Target
+from drivetrain_conformance.routes.server_under_test import RouteRefused, Target
 
 PROMPT: Final = tuple(range(5, 25))
 TOKENS: Final = 8

@@ -13,9 +13,9 @@ from hypothesis.strategies import SearchStrategy
 
 from drivetrain.types.capability import Capability
 from drivetrain.types.modes import MemoryTag, PauseMode
-from drivetrain_conformance.model.contract import InFlight
-from drivetrain_conformance.model.expected_answers import Fields, Style
-from drivetrain_conformance.model.strategies import AbortPoint, WeightPlanChoice, abort_points, weight_plans
+from drivetrain_conformance.engine_model.contract import InFlight
+from drivetrain_conformance.engine_model.expected_answers import Fields, Style
+from drivetrain_conformance.engine_model.strategies import AbortPoint, WeightPlanChoice, abort_points, weight_plans
 
 LONG: Final = 96
 """Length of a request that stays in flight for several actions, in tokens."""

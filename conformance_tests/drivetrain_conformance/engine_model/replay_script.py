@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
-from drivetrain_conformance.model.actions import LONG
-from drivetrain_conformance.model.expected_answers import Style
+from drivetrain_conformance.engine_model.actions import LONG
+from drivetrain_conformance.engine_model.expected_answers import Style
 
 
 @dataclass(slots=True)
@@ -86,9 +86,9 @@ from drivetrain import (
 from drivetrain_conformance.assets.made_adapters import make_adapter, merge
 from drivetrain_conformance.harness.testbench import until_idle
 from drivetrain_conformance.assets.served_models import Models
-from drivetrain_conformance.model.expected_answers import ADAPTER, Answers, End, Fields, Style
+from drivetrain_conformance.engine_model.expected_answers import ADAPTER, Answers, End, Fields, Style
 from drivetrain_conformance.references.oracle import TransformersOracle
-from drivetrain_conformance.model.replay import (
+from drivetrain_conformance.engine_model.replay import (
     ended,
     from_disk,
     load,
@@ -99,7 +99,7 @@ from drivetrain_conformance.model.replay import (
     settle,
     start,
 )
-from drivetrain_conformance.model.strategies import WeightPlanChoice
+from drivetrain_conformance.engine_model.strategies import WeightPlanChoice
 
 BACKEND, MODEL = sys.argv[1:3]
 PROMPTS = [

@@ -24,7 +24,7 @@ from drivetrain.errors import (
     to_wire,
 )
 from drivetrain_weight_sync.shards.links import Committed, Failed, Hello, Link
-from drivetrain_weight_sync.shards.ranks import Place, Ranks, new_key
+from drivetrain_weight_sync.shards.rank_discovery import Place, Ranks, new_key
 
 _HELLO_S: Final = 10.0
 """How long a connection may take to show the key."""

@@ -24,11 +24,11 @@ from drivetrain.engine.engine import InferenceEngine
 from drivetrain.engine.states import WeightState
 from drivetrain.types.capability import Capability
 from drivetrain_conformance.assets.made_adapters import Adapter, merge
+from drivetrain_conformance.engine_model.actions import LONG, Action, History, histories
+from drivetrain_conformance.engine_model.contract import Contract
+from drivetrain_conformance.engine_model.expected_answers import Answers, styles_of
+from drivetrain_conformance.engine_model.history_player import SHORT, Player
 from drivetrain_conformance.harness.testbench import Bench, Hangs, NoOracle, Runs, until_idle
-from drivetrain_conformance.model.actions import LONG, Action, History, histories
-from drivetrain_conformance.model.contract import Contract
-from drivetrain_conformance.model.expected_answers import Answers, styles_of
-from drivetrain_conformance.model.history_player import SHORT, Player
 from drivetrain_conformance.references.oracle import Oracle
 
 _PROMPT_LENGTH: Final = 20

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from drivetrain.errors import DrivetrainError
-from drivetrain_serving.http.bodies import disconnected
+from drivetrain_serving.http_layer.bodies import disconnected
 
 _ENCODER = msgspec.json.Encoder()
 DONE = b"data: [DONE]\n\n"

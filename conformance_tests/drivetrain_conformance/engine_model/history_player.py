@@ -14,8 +14,7 @@ from drivetrain.types.capability import Capability
 from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain.types.outputs import FinishReason
 from drivetrain.types.sampling import SamplingParams
-from drivetrain_conformance.harness.testbench import until_idle
-from drivetrain_conformance.model.actions import (
+from drivetrain_conformance.engine_model.actions import (
     LONG,
     PLAIN,
     Abort,
@@ -35,9 +34,9 @@ from drivetrain_conformance.model.actions import (
     Update,
     WakeUp,
 )
-from drivetrain_conformance.model.contract import Contract, Fate, InFlight, Refusal, Request, Ruling, Weights
-from drivetrain_conformance.model.expected_answers import ADAPTER, Answers, End, Fields, params_of
-from drivetrain_conformance.model.replay import (
+from drivetrain_conformance.engine_model.contract import Contract, Fate, InFlight, Refusal, Request, Ruling, Weights
+from drivetrain_conformance.engine_model.expected_answers import ADAPTER, Answers, End, Fields, params_of
+from drivetrain_conformance.engine_model.replay import (
     Live,
     bounded,
     ended,
@@ -50,8 +49,9 @@ from drivetrain_conformance.model.replay import (
     settle,
     start,
 )
-from drivetrain_conformance.model.replay_script import Script
-from drivetrain_conformance.model.strategies import AbortPoint
+from drivetrain_conformance.engine_model.replay_script import Script
+from drivetrain_conformance.engine_model.strategies import AbortPoint
+from drivetrain_conformance.harness.testbench import until_idle
 
 SHORT: Final = 4
 """Length of a request that ends soon, in tokens."""

@@ -20,9 +20,9 @@ from drivetrain.types.modes import PauseMode
 from drivetrain.types.outputs import Completion, CompletionChunk, FinishReason, GenerationOutput
 from drivetrain.types.weights import DiskSource, WeightUpdateRequest
 from drivetrain_conformance.assets.weight_sources import tensors_of
+from drivetrain_conformance.engine_model.expected_answers import Answers, End, Fields
+from drivetrain_conformance.engine_model.strategies import WeightPlanChoice
 from drivetrain_conformance.harness.testbench import Hangs
-from drivetrain_conformance.model.expected_answers import Answers, End, Fields
-from drivetrain_conformance.model.strategies import WeightPlanChoice
 from drivetrain_weight_sync import WeightSync
 
 _T = TypeVar("_T")

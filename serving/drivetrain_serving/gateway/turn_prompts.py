@@ -11,7 +11,7 @@ from drivetrain.text.chat_templates import render
 from drivetrain.text.tokenizer import Tokenizer
 from drivetrain.types.prompts import ChatPrompt, TextPrompt
 from drivetrain_serving.gateway.continuation import CannotExtend, RenderedPrompt, ids_after, text_after, text_after_any
-from drivetrain_serving.gateway.messages import conversations
+from drivetrain_serving.gateway.conversation_digests import conversations
 from drivetrain_serving.gateway.records import unpacked_ids
 from drivetrain_serving.gateway.session_turns import Session, Turn, ids_of
 

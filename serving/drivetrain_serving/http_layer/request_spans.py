@@ -9,7 +9,7 @@ from typing import Final
 
 from opentelemetry import propagate, trace
 
-from drivetrain_serving.http.request_records import RequestRecord
+from drivetrain_serving.http_layer.request_records import RequestRecord
 
 _SESSION: Final = re.compile(r"^/sessions/[^/]+")
 _NS: Final = 1_000_000_000

@@ -7,8 +7,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from drivetrain.engine.states import EngineState
-from drivetrain_serving.http.request_counts import RequestCounts
-from drivetrain_serving.http.route_docs import TEXT, documented
+from drivetrain_serving.http_layer.request_counts import RequestCounts
+from drivetrain_serving.http_layer.route_docs import TEXT, documented
 from drivetrain_serving.metrics import metrics_of
 from drivetrain_serving.served_engine import ServedEngine
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from drivetrain import ChatPrompt, InvalidRequest, TextPrompt
-from drivetrain_demo.prompts import Task, load_tasks
+from drivetrain_demo.tasks import Task, load_tasks
 
 
 def test_the_shipped_prompts_are_sums_with_their_answers() -> None:

@@ -23,9 +23,9 @@ from drivetrain.types.sampling import (
     StructuredOutput,
     TemperatureSchedule,
 )
+from drivetrain_conformance.engine_model.replay import Live, proceed, settle
+from drivetrain_conformance.engine_model.strategies import EBNF_AS_REGEX, SCHEMA_AS_REGEX, Batch
 from drivetrain_conformance.harness.testbench import Bench, NoOracle
-from drivetrain_conformance.model.replay import Live, proceed, settle
-from drivetrain_conformance.model.strategies import EBNF_AS_REGEX, SCHEMA_AS_REGEX, Batch
 from drivetrain_conformance.references.oracle import Logits, log_softmax, possible_ranks
 from drivetrain_conformance.references.reference_masks import check_mask
 from drivetrain_conformance.references.reference_sampling import Step, steps

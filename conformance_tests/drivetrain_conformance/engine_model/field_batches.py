@@ -8,8 +8,8 @@ from typing import Final
 from drivetrain.types.capability import Capability
 from drivetrain.types.prompts import TokenPrompt
 from drivetrain.types.sampling import ActionMask, DisallowedTokens, RegexGrammar, SamplingParams, TemperatureSchedule
+from drivetrain_conformance.engine_model.strategies import Batch
 from drivetrain_conformance.harness.testbench import Bench, ordinary_ids
-from drivetrain_conformance.model.strategies import Batch
 
 _LASTING: Final = 16
 """Tokens of the requests that outlast the others."""

@@ -10,8 +10,8 @@ from torch import nn
 
 from drivetrain.errors import EngineStateError, WeightTransferFailed
 from drivetrain.types.weights import WeightManifest
+from drivetrain_weight_sync.tensors.checkpoint_names import base_name
 from drivetrain_weight_sync.tensors.dtypes import spec_of
-from drivetrain_weight_sync.tensors.names import base_name
 from drivetrain_weight_sync.tensors.stacked_experts import by_checkpoint_name
 from drivetrain_weight_sync.tensors.storages import place_of
 

@@ -1,1 +1,0 @@
-"""Parts of HTTP that all routes share: bodies, answers, keys."""

@@ -1,0 +1,1 @@
+"""The HTTP layer that all routes share: bodies, answers, keys."""
