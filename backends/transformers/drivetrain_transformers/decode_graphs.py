@@ -47,17 +47,21 @@ class Batch(Protocol):
     @property
     def lengths(self) -> list[int]:
         """Tokens in each row."""
+        ...
 
     @property
     def end(self) -> int:
         """Column of the next token."""
+        ...
 
     @property
     def device(self) -> torch.device:
         """Device of the buffers."""
+        ...
 
     def shape_of_step(self) -> Shape:
         """Return the rows and columns that a step computes whose tensors are fixed."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
