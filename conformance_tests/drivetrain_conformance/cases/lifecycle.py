@@ -279,7 +279,7 @@ async def _check_stop_string(bench: Bench, engine: InferenceEngine) -> None:
 async def _check_logprobs_mode(bench: Bench, engine: InferenceEngine) -> None:
     """Check that a request that names no logprobs mode has logprobs of the configuration's."""
     mode = engine.config.logprobs_mode
-    if not engine.supports(MODE_CAPABILITY[mode]):
+    if not engine.supports(MODE_CAPABILITY[mode]) or not engine.supports(Capability.TOP_K):
         return
     prompt = bench.prompt(engine=engine)
     asked = {"max_new_tokens": 4, "temperature": 0.5, "top_k": 1, "logprobs": 0}
