@@ -19,6 +19,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+from drivetrain_weight_sync.transports.device_memory import WAITING
+
 logger: Final = logging.getLogger("drivetrain.transformers")
 
 _COLUMNS: Final = 64
@@ -144,7 +146,8 @@ Capture = Callable[[Callable[[], torch.Tensor]], Callable[[], torch.Tensor]]
 def captured(compute: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
     """Capture a computation as a CUDA graph.
 
-    Other threads may use the GPU meanwhile, but none may wait for all of it (``torch.cuda.synchronize``): CUDA refuses.
+    Other threads may use the GPU meanwhile, but may wait for all of it (``torch.cuda.synchronize``) only with
+    :data:`~drivetrain_weight_sync.transports.device_memory.WAITING`: CUDA refuses it during a capture.
     """
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
@@ -152,7 +155,7 @@ def captured(compute: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         compute()  # set-up at a first run must not be captured
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+    with WAITING, torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         result = compute()
 
     def replay() -> torch.Tensor:

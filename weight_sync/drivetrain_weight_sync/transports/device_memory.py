@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -17,6 +18,9 @@ HANDLE_BYTES = 64
 _PAGE: Final = 2 << 20
 """A GPU's page size. Memory allocated in whole pages is read at full speed through a mapping; otherwise an eighth
 slower (benchmarks/results/2026-11-23-h200-mapped-arenas.txt)."""
+
+WAITING: Final = threading.Lock()
+"""Held to wait for a whole GPU, and to capture a CUDA graph: during the one, CUDA refuses the other in every thread."""
 
 
 def is_available() -> bool:
@@ -107,7 +111,7 @@ class MappedSegment:
         from cuda.bindings import runtime
 
         self.memory = torch.empty(0, dtype=torch.uint8)
-        with torch.cuda.device(self._device):
+        with torch.cuda.device(self._device), WAITING:
             torch.cuda.synchronize()
             _call(runtime.cudaIpcCloseMemHandle, self._pointer)
 
