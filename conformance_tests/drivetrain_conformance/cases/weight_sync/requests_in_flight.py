@@ -45,6 +45,9 @@ async def _check_state_is_kept(bench: Bench, mode: PauseMode) -> None:
     async with bench.in_flight(prompts, params) as running:
         await engine.load_weights_from_disk(str(bench.model), "the same again", mode=mode)
         if running.done():
+            for completion in (await running).completions:
+                ended = f"the update ended it: the spans are {completion.weight_versions}"
+                assert completion.finish_reason is not FinishReason.ABORT, ended
             raise TooLate("the requests ended before the update, so this shows nothing")
         check_same(bench, (await running).completions, whole)
     await engine.load_weights_from_disk(str(bench.model), own)
