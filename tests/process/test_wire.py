@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -67,7 +69,8 @@ def test_there_is_an_example_of_every_message() -> None:
 def test_a_message_arrives_as_it_was_sent_and_from_its_own_side_only(message: Message) -> None:
     (payload,) = FrameReader().feed(b"".join(frame(message)))
     accepted: list[object] = []
-    for decoder in (from_host, from_trainer, from_watch):
+    decoders: list[msgspec.msgpack.Decoder[Any]] = [from_host, from_trainer, from_watch]
+    for decoder in decoders:
         try:
             accepted.append(read(decoder, payload))
         except WireError:
