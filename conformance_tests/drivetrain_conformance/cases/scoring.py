@@ -33,6 +33,8 @@ _BOUND: Final = 120.0
 """Timeout, in seconds, for requests beside each other."""
 _UPDATES: Final = 3
 """Updates of which each is made while sequences are scored."""
+_LOOKED_AT: Final = 12
+"""Sequences, first and last of a call, whose scores are compared."""
 
 
 @dataclass(slots=True)
@@ -311,16 +313,18 @@ async def scores_are_of_the_weights_that_are_served(bench: Bench) -> None:
     await engine.load_weights_from_disk(str(bench.other_weights()), "other")
     await _Call(bench, sequences, top_k=2, model=bench.other_weights()).check()
     mode = PauseMode.RETRACT if bench.claims(Capability.WEIGHT_UPDATE_IN_FLIGHT_RETRACT) else PauseMode.WAIT
-    models = {"other": bench.other_weights()}
+    models, times = {"other": bench.other_weights()}, 2
     for number in range(_UPDATES):
-        asked = [bench.prompt(length) for length in 2 * many_lengths(bench)]
+        asked = [bench.prompt(length) for length in times * many_lengths(bench)]
         version, model = f"while-{number}", (bench.model, bench.other_weights())[number % 2]
         models[version] = model
         scoring = asyncio.create_task(engine.compute_logprobs(asked, last_n=2))
         await engine.load_weights_from_disk(str(model), version, mode=mode)
+        if scoring.done():
+            times *= 2  # the next call should outlast its update
         async with asyncio.timeout(_BOUND):
             completions = (await scoring).completions
-        for completion in completions:
+        for completion in (*completions[:_LOOKED_AT], *completions[-_LOOKED_AT:]):
             named, own = completion.weight_version, np.array(completion.prompt_token_ids[-2:])[:, None]
             assert named in models, f"a sequence was scored, and its weight version is {named!r}"
             reference = _Reference(bench, completion.prompt_token_ids, 1.0, 2, models[named])
