@@ -7,6 +7,7 @@ import dataclasses
 import shutil
 import socket
 import tempfile
+from abc import abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager, nullcontext, suppress
 from pathlib import Path
@@ -292,9 +293,9 @@ class _ChangingAfterUpdates(CorrectBackend):
 
     architecture: str
 
+    @abstractmethod
     def changed(self, name: str, pushed: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
         """Return what is served in place of a pushed tensor; ``first`` is what the engine started with."""
-        raise NotImplementedError
 
     async def receive_weights(self, message: WeightMessage) -> WeightReply:
         reply = await super().receive_weights(message)

@@ -55,6 +55,10 @@ class HeldAdapter:
     """Fields of ``adapter_config.json``."""
     tensors: dict[str, torch.Tensor]
 
+    def described(self) -> dict[str, object]:
+        """Return the shape, dtype and device of each tensor: adapters that agree in them differ in values alone."""
+        return {name: (tensor.shape, tensor.dtype, tensor.device) for name, tensor in self.tensors.items()}
+
 
 class RankWeights(ABC):
     """Base of an engine's worker. Methods have the names and meanings of those on the ``Backend`` page.

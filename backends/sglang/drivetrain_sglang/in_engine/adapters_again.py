@@ -53,7 +53,7 @@ class LoadsAgain:
     def load(self, reference: Any, held: HeldAdapter) -> Any:
         """Load an adapter, and return SGLang's answer."""
         manager, own = self._manager, self._load
-        described = _described(held.tensors)
+        described = held.described()
         known = next((one for one in self._forms if one.config == held.config and one.tensors == described), None)
 
         def load_weights(reference: Any, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -121,10 +121,6 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     return host
 
 
-def _described(tensors: Mapping[str, torch.Tensor]) -> dict[str, object]:
-    return {name: (tensor.shape, tensor.dtype, tensor.device) for name, tensor in tensors.items()}
-
-
 @torch.no_grad()
 def _filled(form: _Form, tensors: Mapping[str, torch.Tensor]) -> Any:
     """Return SGLang's adapter with the weights that these tensors make."""
@@ -182,7 +178,7 @@ def _explained(adapter: Any, held: HeldAdapter) -> _Form | None:
             if some is None:
                 return None
             pieces += some
-    form = _Form(dict(held.config), _described(tensors), _copied(adapter), weights, pieces)
+    form = _Form(dict(held.config), held.described(), _copied(adapter), weights, pieces)
     sizes = [tensors[piece].numel() if isinstance(piece, str) else piece for piece in pieces]
     if sum(sizes) != sum(shape.numel() for shapes in weights for shape in shapes.values()):
         return None

@@ -85,8 +85,7 @@ class LoadsAgain:
 
     def filled(self, held: HeldAdapter, number: int) -> Any | None:
         """Return vLLM's ``LoRAModel`` for an adapter whose form was loaded before; None if it was not."""
-        tensors = held.tensors
-        described = _described(tensors)
+        tensors, described = held.tensors, held.described()
         form = next((one for one in self._forms if one.config == held.config and one.tensors == described), None)
         if form is None:
             return None
@@ -160,7 +159,7 @@ class LoadsAgain:
                 scales.setdefault(factor, []).append(name)
         without = copy.copy(model)
         without.loras = {}
-        form = _Form(dict(held.config), _described(held.tensors), without, layers, scales)
+        form = _Form(dict(held.config), held.described(), without, layers, scales)
         self._forms = [*self._forms[1 - _MOST_FORMS :], form]
         self._form_of[model] = form
 
@@ -205,10 +204,6 @@ class _AllLayers:
     def set_lora(self, index: int, *_: object) -> None:
         """Write the whole adapter into a slot."""
         self._loads.write(index, self._model, self._layers)
-
-
-def _described(tensors: Mapping[str, torch.Tensor]) -> dict[str, object]:
-    return {name: (tensor.shape, tensor.dtype, tensor.device) for name, tensor in tensors.items()}
 
 
 def _filled(layer: _Layer, tensors: Mapping[str, torch.Tensor]) -> Any:
