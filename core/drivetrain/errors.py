@@ -39,8 +39,8 @@ Messages say what was wrong, with the value, what was expected, and what to do.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Final
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Final
 
 _LONGEST: Final = 20_000
 """Maximum characters of a message: enough for an engine's last log lines, not for a value of megabytes."""
@@ -48,6 +48,9 @@ _LONGEST: Final = 20_000
 
 class DrivetrainError(Exception):
     """Base of all exceptions that drivetrain raises on purpose."""
+
+    fields: ClassVar[tuple[str, ...]] = ()
+    """Attributes beside the message, each also an argument of the constructor; they cross to other processes."""
 
     def __init__(self, message: str = "") -> None:
         if len(message) > _LONGEST:
@@ -64,6 +67,8 @@ class InvalidRequest(DrivetrainError, ValueError):
     whole is wrong.
     """
 
+    fields: ClassVar[tuple[str, ...]] = ("field",)
+
     def __init__(self, message: str, *, field: str = "") -> None:
         super().__init__(message)
         self.field = field
@@ -76,6 +81,8 @@ class TooManyAdapters(InvalidRequest):
 class InvalidConfig(DrivetrainError, ValueError):
     """An engine configuration that cannot work; refused before the engine starts."""
 
+    fields: ClassVar[tuple[str, ...]] = ("field",)
+
     def __init__(self, message: str, *, field: str = "") -> None:
         super().__init__(message)
         self.field = field
@@ -83,6 +90,8 @@ class InvalidConfig(DrivetrainError, ValueError):
 
 class UnsupportedCapability(DrivetrainError):
     """A valid request for a capability that this engine does not claim; refused before any work."""
+
+    fields: ClassVar[tuple[str, ...]] = ("capability",)
 
     def __init__(self, message: str, *, capability: str = "") -> None:
         super().__init__(message)
@@ -123,6 +132,8 @@ class EngineError(DrivetrainError):
 class EngineStateError(EngineError):
     """The engine's state does not allow the request; ``state`` is the state's name."""
 
+    fields: ClassVar[tuple[str, ...]] = ("state",)
+
     def __init__(self, message: str, *, state: str = "") -> None:
         super().__init__(message)
         self.state = state
@@ -146,6 +157,8 @@ class MemberLost(EngineError):
     ``member`` is the engine's name in the fleet.
     """
 
+    fields: ClassVar[tuple[str, ...]] = ("member",)
+
     def __init__(self, message: str, *, member: str = "") -> None:
         super().__init__(message)
         self.member = member
@@ -162,6 +175,8 @@ class EngineBusy(EngineError):
 class EngineOutOfMemory(EngineError):
     """The engine ran out of memory, and retrying did not help; ``batch_size`` says how many requests ran."""
 
+    fields: ClassVar[tuple[str, ...]] = ("batch_size",)
+
     def __init__(self, message: str, *, batch_size: int = 0) -> None:
         super().__init__(message)
         self.batch_size = batch_size
@@ -176,6 +191,8 @@ class NoTokenAllowed(EngineError):
 
     ``field`` names them in dotted form.
     """
+
+    fields: ClassVar[tuple[str, ...]] = ("field",)
 
     def __init__(self, message: str, *, field: str = "") -> None:
         super().__init__(message)
@@ -208,6 +225,8 @@ class WeightPlanMismatch(WeightSyncError):
     ``missing``, ``extra`` and ``mismatched`` name the tensors.
     """
 
+    fields: ClassVar[tuple[str, ...]] = ("missing", "extra", "mismatched")
+
     def __init__(
         self,
         message: str,
@@ -229,6 +248,8 @@ class WeightBaseMismatch(WeightSyncError):
 class InvalidWeights(WeightSyncError, ValueError):
     """The source holds NaN or infinite values; nothing was changed. ``tensors`` names them."""
 
+    fields: ClassVar[tuple[str, ...]] = ("tensors",)
+
     def __init__(self, message: str, *, tensors: Sequence[str] = ()) -> None:
         super().__init__(message)
         self.tensors = tuple(tensors)
@@ -244,6 +265,8 @@ class TrainerRankLost(WeightSyncError):
     The engine keeps its weights, unless the rank that has the engine was lost after the update began.
     """
 
+    fields: ClassVar[tuple[str, ...]] = ("rank",)
+
     def __init__(self, message: str, *, rank: int = -1) -> None:
         super().__init__(message)
         self.rank = rank
@@ -255,6 +278,8 @@ class WeightVerifyFailed(WeightSyncError):
     ``tensors`` names the tensors with different digests.
     """
 
+    fields: ClassVar[tuple[str, ...]] = ("tensors",)
+
     def __init__(self, message: str, *, tensors: Sequence[str] = ()) -> None:
         super().__init__(message)
         self.tensors = tuple(tensors)
@@ -265,6 +290,8 @@ class WeightProbeFailed(WeightSyncError):
 
     ``gap`` is the largest difference, in nats.
     """
+
+    fields: ClassVar[tuple[str, ...]] = ("gap",)
 
     def __init__(self, message: str, *, gap: float = float("nan")) -> None:
         super().__init__(message)
@@ -278,34 +305,21 @@ def error_classes(root: type[DrivetrainError]) -> Iterable[type[DrivetrainError]
         yield from error_classes(child)
 
 
-_FIELDS: Final = (
-    "field",
-    "capability",
-    "state",
-    "member",
-    "batch_size",
-    "missing",
-    "extra",
-    "mismatched",
-    "tensors",
-    "gap",
-    "rank",
-)
-
-
 def to_wire(error: DrivetrainError) -> tuple[str, str, dict[str, object]]:
     """Return the error as (class name, message, fields), for sending to another process."""
-    fields = {name: getattr(error, name) for name in _FIELDS if hasattr(error, name)}
-    return type(error).__name__, str(error), fields
+    return type(error).__name__, str(error), {name: getattr(error, name) for name in error.fields}
 
 
-def from_wire(name: str, message: str, fields: dict[str, object]) -> DrivetrainError:
-    """Rebuild an error from :func:`to_wire`'s result; an unknown class becomes :class:`EngineInternalError`."""
+def from_wire(name: str, message: str, fields: Mapping[str, object]) -> DrivetrainError:
+    """Rebuild an error from :func:`to_wire`'s result.
+
+    It becomes :class:`EngineInternalError` if no class has its name, or the class does not take the fields.
+    """
     for cls in error_classes(DrivetrainError):
         if cls.__name__ == name:
-            error = cls(message)
-            for key, value in fields.items():
-                if key in _FIELDS:
-                    setattr(error, key, tuple(value) if isinstance(value, list) else value)
-            return error
+            known: dict[str, Any] = {field: fields[field] for field in cls.fields if field in fields}
+            try:
+                return cls(message, **known)
+            except TypeError as error:
+                return EngineInternalError(f"{name}: {message} ({error})")
     return EngineInternalError(f"{name}: {message}")
