@@ -146,9 +146,13 @@ class Worker:
         self._numbers += 1
         path = f"held-{self._numbers}"
         self.held[path] = HeldAdapter({"scaling": scaling}, {name: one.clone() for name, one in tensors.items()})
-        self.slots.add(self._load_adapter(SimpleNamespace(lora_path=path, lora_int_id=self._numbers)))
-        self.slots.activate_adapter(self._numbers)
+        self.load(self._numbers)
         return self._numbers
+
+    def load(self, number: int) -> None:
+        """Load an adapter, as vLLM also does at the next request for one that it has evicted."""
+        self.slots.add(self._load_adapter(SimpleNamespace(lora_path=f"held-{number}", lora_int_id=number)))
+        self.slots.activate_adapter(number)
 
     def served(self, number: int) -> dict[str, torch.Tensor]:
         """Return what the slot of an adapter holds, by layer of the adapter."""
@@ -203,6 +207,18 @@ def test_later_pushes_of_a_form_are_written_without_the_layers(
         if old:
             worker.slots.remove(old)
         old = new
+
+
+def test_an_adapter_that_vllm_evicted_is_scaled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker(monkeypatch)
+    for _ in range(3):  # vLLM loads the first of a form itself
+        tensors = adapter("0.q", "0.k", "1.o")
+        number = worker.push(tensors, scaling=2.5)
+        for _ in range(2):
+            worker.slots.remove(number)
+            worker.load(number)
+            check(worker, number, tensors, scaling=2.5)
+        worker.slots.remove(number)
 
 
 def test_a_slot_that_held_another_form_is_written_by_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:

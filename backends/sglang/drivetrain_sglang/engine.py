@@ -31,6 +31,7 @@ from drivetrain.backend.toolkit.model_folder import (
 )
 from drivetrain.backend.toolkit.start_errors import start_errors
 from drivetrain.backend.toolkit.translation import shortened_all
+from drivetrain.backend.toolkit.whole_calls import WholeCalls
 from drivetrain.backend.toolkit.xgrammar_limits import refuse_ignored_parts
 from drivetrain.errors import (
     EngineDied,
@@ -120,6 +121,8 @@ class SGLangBackend(WorkerBackend[Collected]):
         """Layers whose experts SGLang records, if it was told to."""
         self._media: VisionReader | SoundReader | None = None
         self._profile: tuple[Path, set[Path]] = (Path(), set())
+        self._manager_calls = WholeCalls()
+        """Calls of SGLang's that number no answers."""
 
     @classmethod
     def capabilities(cls, config: EngineConfig) -> frozenset[Capability]:
@@ -308,7 +311,7 @@ class SGLangBackend(WorkerBackend[Collected]):
 
     async def clear_hicache_storage(self) -> None:
         """Clear the cache's storage tier."""
-        answer = await self._manager.clear_hicache_storage()
+        answer = await self._manager_calls.run(self._manager.clear_hicache_storage)
         if not answer.success:
             raise EngineInternalError("SGLang did not clear the storage tier of its cache")
 
@@ -316,6 +319,17 @@ class SGLangBackend(WorkerBackend[Collected]):
 
     async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool) -> None:
         """Load an adapter from a peft folder."""
+        await self.lora_calls.run(lambda: self._load_folder(lora_name, lora_path, pinned))
+
+    async def load_lora_tensors(self, lora_name: str, update: WeightUpdateRequest, pinned: bool) -> None:
+        """Have every worker receive an adapter, then load it."""
+        await self.lora_calls.run(lambda: self._load_tensors(lora_name, update, pinned))
+
+    async def unload_lora_adapter(self, lora_name: str) -> None:
+        """Unload an adapter."""
+        await self.lora_calls.run(lambda: self._unload(lora_name))
+
+    async def _load_folder(self, lora_name: str, lora_path: str, pinned: bool) -> None:
         from sglang.srt.managers.io_struct import LoadLoRAAdapterReqInput
 
         folder = await asyncio.to_thread(self._plain.folder_for, lora_name, lora_path, *self._adaptable)
@@ -326,21 +340,19 @@ class SGLangBackend(WorkerBackend[Collected]):
             self._plain.remove(lora_name)
             raise
 
-    async def load_lora_tensors(self, lora_name: str, update: WeightUpdateRequest, pinned: bool) -> None:
-        """Have every worker receive an adapter, then load it."""
+    async def _load_tensors(self, lora_name: str, update: WeightUpdateRequest, pinned: bool) -> None:
         from sglang.srt.managers.io_struct import LoadLoRAAdapterReqInput
 
         path = await self.stage_adapter(update, self._plain, self._adaptable)
         wanted = LoadLoRAAdapterReqInput(lora_name=lora_name, lora_path=path, pinned=pinned)
         try:
             _require_success("lora", await self._manager.load_lora_adapter(wanted, None))
-        except BaseException as error:
-            await self.give_up_adapter(path, error)
+        except Exception:
+            await self.drop_adapter(path)
             raise
         self._staged[lora_name] = path
 
-    async def unload_lora_adapter(self, lora_name: str) -> None:
-        """Unload an adapter."""
+    async def _unload(self, lora_name: str) -> None:
         from sglang.srt.managers.io_struct import UnloadLoRAAdapterReqInput
 
         wanted = UnloadLoRAAdapterReqInput(lora_name=lora_name)
@@ -380,11 +392,11 @@ class SGLangBackend(WorkerBackend[Collected]):
         folder = await asyncio.to_thread(made_folder, directory, "directory")
         request = io_struct.ProfileReq(output_dir=str(folder), activities=activities, with_stack=False)
         self._profile = folder, await asyncio.to_thread(_files_in, folder)
-        await self._manager.start_profile(request)
+        await self._manager_calls.run(lambda: self._manager.start_profile(request))
 
     async def stop_profile(self) -> str:
         """Write the trace file, and return its path."""
-        await self._manager.stop_profile()
+        await self._manager_calls.run(self._manager.stop_profile)
         directory, before = self._profile
         after = await asyncio.to_thread(_files_in, directory)
         written = sorted(path for path in after - before if ".json" in path.name)

@@ -350,22 +350,32 @@ class VLLMBackend(WorkerBackend[Collected]):
 
     async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool) -> None:
         """Load an adapter from a peft folder."""
+        await self.lora_calls.run(lambda: self._load_folder(lora_name, lora_path, pinned))
+
+    async def load_lora_tensors(self, lora_name: str, update: WeightUpdateRequest, pinned: bool) -> None:
+        """Have every worker receive an adapter, then load it."""
+        await self.lora_calls.run(lambda: self._load_tensors(lora_name, update, pinned))
+
+    async def unload_lora_adapter(self, lora_name: str) -> None:
+        """Unload an adapter."""
+        await self.lora_calls.run(lambda: self._unload(lora_name))
+
+    async def _load_folder(self, lora_name: str, lora_path: str, pinned: bool) -> None:
         self._require_room()
         folder = await asyncio.to_thread(self._plain.folder_for, lora_name, lora_path, *self._adaptable)
         try:
             await self._add(lora_name, folder, pinned, "lora_path")
-        except BaseException:
+        except Exception:
             self._plain.remove(lora_name)
             raise
 
-    async def load_lora_tensors(self, lora_name: str, update: WeightUpdateRequest, pinned: bool) -> None:
-        """Have every worker receive an adapter, then load it."""
+    async def _load_tensors(self, lora_name: str, update: WeightUpdateRequest, pinned: bool) -> None:
         self._require_room()
         path = await self.stage_adapter(update, self._plain, self._adaptable)
         try:
             await self._add(lora_name, path, pinned, "lora")
-        except BaseException as error:
-            await self.give_up_adapter(path, error)
+        except Exception:
+            await self.drop_adapter(path)
             raise
 
     def _require_room(self) -> None:
@@ -389,8 +399,7 @@ class VLLMBackend(WorkerBackend[Collected]):
             raise InvalidRequest(f"vLLM refused the adapter: {error}", field=field) from error
         self._adapters[lora_name] = wanted
 
-    async def unload_lora_adapter(self, lora_name: str) -> None:
-        """Unload an adapter."""
+    async def _unload(self, lora_name: str) -> None:
         if lora_name not in self._adapters:
             raise InvalidRequest(f"lora_name={lora_name!r} is not loaded", field="lora_name")
         unloaded = self._adapters[lora_name]

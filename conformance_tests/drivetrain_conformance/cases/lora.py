@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import shutil
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -63,6 +65,8 @@ ROOM: Final = 64 * 1024
 """Bytes by which memory may grow with an adapter that is loaded and unloaded: allocator overhead."""
 _LOADS: Final = 19
 """Adapters loaded one after another: more than the slots, up to 16, by which an engine may know them."""
+_MOMENTS: Final = 16
+"""Moments of a load at which it is cancelled."""
 _LONG_NAME: Final = "the-policy-of-a-run-whose-adapters-have-names-that-differ-only-in-their-last-character"
 _GREEDY: Final = SamplingParams(max_new_tokens=12, temperature=0)
 
@@ -886,7 +890,8 @@ async def an_adapter_refused_as_tensors_leaves_the_old_one(bench: Bench) -> None
     """An adapter that no folder may hold is refused as tensors too, and the old one serves on; nothing is left over.
 
     Tensors that differ from their digests are named. With mode retract or in_place, a push is refused while requests
-    use the adapter. With mode wait they end with the old adapter, and none is answered by the new one before.
+    use the adapter. With mode wait they end with the old adapter, and none is answered by the new one before. Loads and
+    unloads that are cancelled leave nothing either, whatever the engine was doing.
     """
     engine, made, newer, prompts = bench.engine, _make(bench, seed=1), _make(bench, seed=4), bench.prompts(2)
     given = tensors_in(made.adapter.path)
@@ -917,6 +922,7 @@ async def an_adapter_refused_as_tensors_leaves_the_old_one(bench: Bench) -> None
         assert now == version, f"a refused push changed the version from {version} to {now}"
         _assert_made_by(bench, await _answers(bench, prompts, "a"), made)
         await _check_requests_in_flight(bench, made, newer)
+        await _check_calls_given_up(bench, newer)
 
         async def held_after_some() -> dict[str, int]:
             for what in ("NaN", "more than max_lora_rank"):
@@ -937,6 +943,44 @@ async def _check_digests(bench: Bench, given: AdapterTensors) -> None:
         few = {key: value for key, value in (request.digests or {}).items() if key != name}
         with refused(InvalidRequest, naming=name, otherwise="an adapter with a tensor that has no digest"):
             await bench.engine.update_named_weights(request.model_copy(update={"digests": few}))
+
+
+async def _check_calls_given_up(bench: Bench, made: _Made) -> None:
+    """Check that loads and unloads, cancelled at many moments, change no other adapter and leave no slot taken."""
+    engine, prompts, loaded = bench.engine, bench.prompts(2), bench.engine.parts.loaded_adapters
+    kept, others = _make(bench, seed=2), {f"other-{number}": made for number in range(2, _CONFIG["max_loras"])}
+    took = math.inf
+    for _ in range(3):  # the first load is slow
+        begun = time.monotonic()
+        async with _loaded(bench, b=made):
+            took = min(took, time.monotonic() - begun)
+    async with pushed_unchecked(engine, "kept", tensors_in(kept.adapter.path)) as request:
+        await engine.update_named_weights(request)
+    for moment in range(_MOMENTS):
+        await _given_up(engine.load_lora_adapter("b", made.path), took * moment / _MOMENTS)
+        if loaded.find("b") is None:  # otherwise the load had ended before
+            await engine.load_lora_adapter("b", made.path)
+        unloading = asyncio.ensure_future(engine.unload_lora_adapter("b"))
+        while loaded.find("b") is not None and not unloading.done():  # noqa: ASYNC110 - there is no event to wait for
+            await asyncio.sleep(0)
+        unloading.cancel()
+        await asyncio.wait([unloading])
+        if loaded.find("b") is not None:
+            _assert_made_by(bench, await _answers(bench, prompts, "b"), made)
+            await engine.unload_lora_adapter("b")
+    async with _loaded(bench, **others):
+        for name in ("a", *others):
+            _assert_made_by(bench, await _answers(bench, prompts[:1], name), made)
+        _assert_made_by(bench, await _answers(bench, prompts, "kept"), kept)
+    await engine.unload_lora_adapter("kept")
+
+
+async def _given_up(call: Coroutine[object, object, None], after: float) -> None:
+    """Cancel a call ``after`` some seconds, if it has not ended."""
+    task = asyncio.ensure_future(call)
+    await asyncio.sleep(after)
+    task.cancel()
+    await asyncio.wait([task])
 
 
 async def _check_requests_in_flight(bench: Bench, made: _Made, newer: _Made) -> None:

@@ -18,7 +18,7 @@ from drivetrain.backend.toolkit.model_folder import config_levels, experts_of
 from drivetrain.backend.toolkit.translation import non_finite_logits
 from drivetrain.engine.adapters import Adapters
 from drivetrain.engine.engine import InferenceEngine
-from drivetrain.errors import EngineStartError, InvalidRequest, NonFiniteLogits
+from drivetrain.errors import EngineStartError, InvalidRequest, NonFiniteLogits, TooManyAdapters
 from drivetrain.types.config import EngineConfig
 from drivetrain.types.outputs import FinishReason
 from drivetrain.types.weights import (
@@ -724,6 +724,73 @@ class keeps_the_tensors_of_the_first_push(CorrectBackend):
 
         async with _resent(update, stay) as resent:
             await super().load_lora_tensors(lora_name, resent, pinned)
+
+
+@mutant("lora/an_adapter_refused_as_tensors_leaves_the_old_one", says="all slots are taken")
+class keeps_the_slot_of_a_load_given_up(CorrectBackend):
+    """A load that is cancelled takes a slot for good."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._in_slots: set[str] = set()
+        self._given_up = 0
+
+    async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool) -> None:
+        if len(self._in_slots) + self._given_up > (self.config.max_loras or 8):
+            raise TooManyAdapters("all slots are taken")
+        try:
+            await super().load_lora_adapter(lora_name, lora_path, pinned)
+        except asyncio.CancelledError:
+            self._given_up += 1
+            raise
+        self._in_slots.add(lora_name)
+
+    async def unload_lora_adapter(self, lora_name: str) -> None:
+        await super().unload_lora_adapter(lora_name)
+        self._in_slots.discard(lora_name)
+
+
+@mutant("lora/an_adapter_refused_as_tensors_leaves_the_old_one", says="nats below the most likely one")
+class evicts_an_adapter_for_a_load_given_up(CorrectBackend):
+    """A load that is cancelled evicts the oldest adapter, whose requests are then answered by the base."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._oldest_first: list[str] = []
+
+    async def load_lora_tensors(self, lora_name: str, update: WeightUpdateRequest, pinned: bool) -> None:
+        await super().load_lora_tensors(lora_name, update, pinned)
+        self._oldest_first.append(lora_name)
+
+    async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool) -> None:
+        try:
+            await super().load_lora_adapter(lora_name, lora_path, pinned)
+        except asyncio.CancelledError:
+            del self._oldest_first[:1]
+            raise
+        self._oldest_first.append(lora_name)
+
+    async def unload_lora_adapter(self, lora_name: str) -> None:
+        await super().unload_lora_adapter(lora_name)
+        self._oldest_first = [name for name in self._oldest_first if name != lora_name]
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        served = request.lora if request.lora in self._oldest_first else None
+        return await super().generate(dataclasses.replace(request, lora=served))
+
+
+@mutant("lora/an_adapter_refused_as_tensors_leaves_the_old_one", says="KeyError: 'b'")
+class serves_an_adapter_whose_unload_was_cancelled(Adapters):
+    """An adapter is named again once its unload is cancelled, though the engine unloads it all the same."""
+
+    async def unload(self, name: str) -> None:
+        adapter = self.loaded.find(name)
+        try:
+            await super().unload(name)
+        except asyncio.CancelledError:
+            if adapter is not None:
+                self.loaded.put(name, adapter)
+            raise
 
 
 @mutant("lora/an_adapter_refused_as_tensors_leaves_the_old_one", says="took, series after series")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
 
@@ -68,6 +69,9 @@ class Adapters:
             adapter = self.loaded.pop(name)  # no request may take it from here on
             try:
                 await self.backend.unload_lora_adapter(adapter.backend_name)
+            except asyncio.CancelledError:
+                self.loaded.add_stray(adapter.backend_name)  # it may be unloaded all the same, and cannot be served
+                raise
             except BaseException:
                 self.loaded.put(name, adapter)
                 raise
@@ -90,8 +94,15 @@ class Adapters:
                     surplus = old
             finally:
                 if surplus is not None:
-                    async with self.controller.bounded(f"the surplus adapter of the update of {name!r} to unload"):
-                        await self.backend.unload_lora_adapter(surplus.backend_name)
+                    await self._unload_surplus(name, surplus.backend_name)
+
+    async def _unload_surplus(self, name: str, backend_name: str) -> None:
+        try:
+            async with self.controller.bounded(f"the surplus adapter of the update of {name!r} to unload"):
+                await self.backend.unload_lora_adapter(backend_name)
+        except BaseException:
+            self.loaded.add_stray(backend_name)
+            raise
 
     @asynccontextmanager
     async def _replacing(self, request: WeightUpdateRequest, name: str) -> AsyncGenerator[LoadedLora | None, None]:

@@ -73,15 +73,15 @@ class LoadedAdapters:
         names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
         return next(candidate for candidate in names if candidate not in taken)
 
-    # Loads that were given up ------------------------------------------------------------------------------------
+    # Calls that were given up ------------------------------------------------------------------------------------
 
     @property
     def strays(self) -> Collection[str]:
-        """Backend names of adapters whose load failed or timed out; the backend may have them nonetheless."""
+        """Backend names of adapters whose load or unload failed or timed out; the backend may have them nonetheless."""
         return tuple(self._strays)
 
     def add_stray(self, backend_name: str) -> None:
-        """Remember an adapter whose load failed or timed out, so that the next load can unload it."""
+        """Remember an adapter whose load or unload failed or timed out, so that the next load can unload it."""
         self._strays.add(backend_name)
 
     def discard_stray(self, backend_name: str) -> None:

@@ -47,13 +47,16 @@ from drivetrain_weight_sync.transports.process_groups import Groups
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class HeldAdapter:
     """An adapter in this process's memory."""
 
     config: dict[str, object]
     """Fields of ``adapter_config.json``."""
     tensors: dict[str, torch.Tensor]
+    """As they came. An engine that loads them may write to them: vLLM multiplies B by the scale."""
+    loaded: Any = None
+    """The engine's own object, once it has loaded the tensors: it is to be used again, and not made of them again."""
 
     def described(self) -> dict[str, object]:
         """Return the shape, dtype and device of each tensor: adapters that agree in them differ in values alone."""

@@ -21,6 +21,7 @@ from drivetrain.backend.toolkit.capability_sets import (
     STOPS,
     STRUCTURED_OUTPUT,
 )
+from drivetrain.backend.toolkit.whole_calls import WholeCalls
 from drivetrain.errors import EngineBusy
 from drivetrain.media.qwen_vision import vision_capabilities
 from drivetrain.types.capability import Capability
@@ -93,8 +94,8 @@ class WorkerBackend(WorkerRequests[S]):
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         self._adapter_numbers = itertools.count(1)
-        self._given_up: list[str] = []
-        """Paths of adapters whose load was cancelled, which the workers may hold."""
+        self.lora_calls = WholeCalls()
+        """Loads and unloads adapters."""
 
     @classmethod
     def capabilities(cls, config: EngineConfig) -> frozenset[Capability]:
@@ -238,25 +239,11 @@ class WorkerBackend(WorkerRequests[S]):
         Raises:
             InvalidRequest: The engine cannot serve it; no worker keeps it.
         """
-        while self._given_up:
-            await self.drop_adapter(self._given_up[-1])
-            self._given_up.pop()
         path = f"{_HELD}{next(self._adapter_numbers)}"
         fused = {name: list(others) for name, others in plain.adapted_with.items()}
         shapes = [dict(naming) for naming in namings]
-        try:
-            await self.ask("stage_adapter", path, update, plain.largest_rank, fused, shapes)
-        except asyncio.CancelledError:
-            self._given_up.append(path)  # the workers may receive it all the same
-            raise
+        await self.ask("stage_adapter", path, update, plain.largest_rank, fused, shapes)
         return path
-
-    async def give_up_adapter(self, path: str, error: BaseException) -> None:
-        """Have the workers free a staged adapter that could not be loaded; after a cancellation, at the next one."""
-        if isinstance(error, asyncio.CancelledError):
-            self._given_up.append(path)
-        else:
-            await self.drop_adapter(path)
 
     async def drop_adapter(self, path: str) -> None:
         """Have the workers free an adapter, unless its path is that of a folder."""

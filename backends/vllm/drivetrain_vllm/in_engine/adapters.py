@@ -21,7 +21,9 @@ def load_held(manager: Any, adapters: Mapping[str, HeldAdapter]) -> None:
         held = adapters.get(request.lora_path)
         if held is None:
             return from_folder(request)
-        return again.filled(held, request.lora_int_id) or again.noted(held, _loaded(manager, request, held))
+        if held.loaded is None:
+            held.loaded = again.filled(held, request.lora_int_id) or again.noted(held, _loaded(manager, request, held))
+        return held.loaded
 
     manager._load_adapter = load
 

@@ -1,0 +1,31 @@
+"""Calls of an engine that run to their end, also if nobody waits for them any more."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class WholeCalls:
+    """Runs calls one after another, each to its end: cancelling the caller does not interrupt a call that has begun.
+
+    For calls that an engine cannot cancel. Interrupted on our side alone, nobody would know what such a call has
+    changed, and an engine that numbers no answers would take its answer for the next call's.
+    """
+
+    def __init__(self) -> None:
+        self._free = asyncio.Lock()
+        self._running: asyncio.Task[Any] | None = None
+
+    async def run(self, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Return the result of ``call``, made once earlier calls have ended."""
+        await self._free.acquire()
+        self._running = task = asyncio.ensure_future(call())  # the loop itself keeps no task alive
+        task.add_done_callback(lambda _: self._free.release())
+        return await asyncio.shield(task)
+
+
+__all__ = ["WholeCalls"]
