@@ -69,6 +69,3 @@ class FleetAdapters(Adapters):
             assert isinstance(request.source, LoraSource)  # a fleet takes adapters from folders, which it keeps
             await self.backend.update_adapter(request, request.source, pinned)
             self._serve(request.version, name, LoadedLora(name, pinned))
-
-
-__all__ = ["FleetAdapters", "FleetGeneration", "FleetRequests"]

@@ -570,15 +570,3 @@ class Backend(ABC):
 
 
 ReportProgress = Callable[[str], None]
-
-__all__ = [
-    "Backend",
-    "EngineStats",
-    "GenerateRequest",
-    "GenerateResult",
-    "ModelInfo",
-    "ReadMedium",
-    "ReportProgress",
-    "StopKind",
-    "TokenDelta",
-]

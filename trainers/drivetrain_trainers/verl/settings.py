@@ -169,6 +169,3 @@ def _get(group: object, name: str) -> object:
 def _invalid(field: str, value: object, remedy: str) -> InvalidConfig:
     field = f"actor_rollout_ref.{field}"
     return InvalidConfig(f"{field}={shown(value)}: {remedy}", field=field)
-
-
-__all__ = ["engine_config"]
