@@ -319,6 +319,3 @@ def sync_engine(
     if page.state is not EngineState.CREATED:
         raise EngineStateError(f"the engine is {page.state.value} in another event loop; pass one that was not started")
     return SyncEngine(page, _LoopThread())
-
-
-__all__ = ["SyncEngine", "sync_engine"]

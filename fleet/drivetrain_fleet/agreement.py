@@ -177,17 +177,3 @@ def _least(values: Iterable[int | None]) -> int | None:
 def _timeouts(timeouts: Sequence[Timeouts]) -> Timeouts:
     """Return the longest of each."""
     return Timeouts(**{name: max(getattr(one, name) for one in timeouts) for name in Timeouts.model_fields})
-
-
-__all__ = [
-    "Facts",
-    "facts_of",
-    "fleet_capabilities",
-    "fleet_config",
-    "fleet_isolation",
-    "fleet_model",
-    "native_stops",
-    "require_agreement",
-    "require_capabilities",
-    "require_context",
-]

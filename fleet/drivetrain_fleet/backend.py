@@ -435,6 +435,3 @@ def _source_of(engine: InferenceEngine) -> str | None:
         return None
     model = os.path.realpath(config.model) if os.path.exists(config.model) else config.model
     return f"{model}@{config.revision}" if config.revision else model
-
-
-__all__ = ["FleetBackend"]

@@ -129,6 +129,3 @@ def until_broken(
             calling.cancel()
 
     return guarded
-
-
-__all__ = ["BroadcastGroups", "until_broken"]

@@ -250,6 +250,3 @@ def _versions(engines: Mapping[str, InferenceEngine]) -> dict[str, str]:
             if version not in known:
                 known.append(version)
     return {distribution: ", ".join(known) for distribution, known in versions.items()}
-
-
-__all__ = ["InferenceEngineClient"]

@@ -290,6 +290,3 @@ class FleetControl:
 
 async def _awaited(call: Callable[[], Awaitable[None]]) -> None:
     await call()
-
-
-__all__ = ["FleetAdapter", "FleetControl"]

@@ -228,6 +228,3 @@ def _aborted(request: GenerateRequest) -> GenerateResult:
         logprobs=[] if wanted is not None else None,
         top_logprobs=[] if wanted else None,
     )
-
-
-__all__ = ["SESSION", "Failover"]

@@ -180,6 +180,3 @@ class MemberStatus:
         return EngineStateError(
             f"an engine that is {self.describe()} cannot {action}: {remedy}", state=self.health.value
         )
-
-
-__all__ = ["Health", "MemberStatus"]

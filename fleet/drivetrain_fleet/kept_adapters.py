@@ -70,6 +70,3 @@ def _link(source: str, target: str) -> None:
         os.link(source, target)
     except OSError:
         shutil.copy2(source, target)
-
-
-__all__ = ["KeptAdapters"]

@@ -322,17 +322,3 @@ def require_some(members: Members) -> None:
     """Raise :class:`EngineDied` if every engine has failed."""
     if all(member.status.failed for member in members):
         raise EngineDied(f"every engine of the fleet has failed: {described(members)}")
-
-
-__all__ = [
-    "PATIENCE",
-    "Member",
-    "MemberReport",
-    "Members",
-    "Outcomes",
-    "described",
-    "named",
-    "no_member",
-    "on_each",
-    "require_some",
-]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from drivetrain.backend.base import GenerateRequest
 from drivetrain.engine.adapters import Adapters
 from drivetrain.engine.generation import Generation, Params, Prompts
 from drivetrain.engine.loaded_adapters import LoadedLora
+from drivetrain.engine.request_builder import CallOptions
 from drivetrain.engine.requests_in_flight import RequestsInFlight
 from drivetrain.types.modes import TurnMode
 from drivetrain.types.outputs import GenerationOutput
@@ -28,25 +27,13 @@ class FleetGeneration(Generation):
         session_id: str,
         prompts: Prompts,
         sampling_params: Params,
-        *,
+        options: CallOptions,
         parent_request_id: str | None,
         turn: TurnMode,
-        request_ids: Sequence[str] | None,
-        weight_version: str | None = None,
-        timeout: float | None,
     ) -> GenerationOutput:
         token = SESSION.set(session_id)
         try:
-            return await super().generate_turn(
-                session_id,
-                prompts,
-                sampling_params,
-                parent_request_id=parent_request_id,
-                turn=turn,
-                request_ids=request_ids,
-                weight_version=weight_version,
-                timeout=timeout,
-            )
+            return await super().generate_turn(session_id, prompts, sampling_params, options, parent_request_id, turn)
         finally:
             SESSION.reset(token)
 
@@ -69,6 +56,3 @@ class FleetAdapters(Adapters):
             assert isinstance(request.source, LoraSource)  # a fleet takes adapters from folders, which it keeps
             await self.backend.update_adapter(request, request.source, pinned)
             self._serve(request.version, name, LoadedLora(name, pinned))
-
-
-__all__ = ["FleetAdapters", "FleetGeneration", "FleetRequests"]

@@ -92,6 +92,3 @@ class PrefixIndex:
     def clear(self) -> None:
         """Forget everything: the engine's cache was dropped."""
         self._seen.clear()
-
-
-__all__ = ["BLOCK", "Blocks", "PrefixIndex"]

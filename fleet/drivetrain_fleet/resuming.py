@@ -163,6 +163,3 @@ def _without_text_stops(request: GenerateRequest) -> GenerateRequest:
         return request
     without = {"stop": (), "stop_regex": (), "include_stop_str_in_output": False}
     return replace(request, params=params.model_copy(update=without))
-
-
-__all__ = ["SoFar", "not_resumable"]

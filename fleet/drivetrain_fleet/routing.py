@@ -141,6 +141,3 @@ class Router:
 
     def _yields(self, preferred: int, least: int) -> bool:
         return preferred - least > self.policy.margin_tokens and preferred > self.policy.margin_ratio * least
-
-
-__all__ = ["Load", "Router", "RoutingPolicy", "Work"]

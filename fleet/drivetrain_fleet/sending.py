@@ -253,6 +253,3 @@ class Sending:
         ready = [member for member in soon if member.status.health is Health.READY]
         if ready and all(member in ticket.lost_by for member in ready):
             raise ticket.lost_by[ready[-1]]
-
-
-__all__ = ["Sending", "Ticket"]

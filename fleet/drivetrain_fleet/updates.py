@@ -398,6 +398,3 @@ def _refusals(failed: dict[Member, DrivetrainError]) -> dict[Member, DrivetrainE
 def _folder(request: WeightUpdateRequest) -> str | None:
     """Return the folder that an update was read from; None if it came from memory."""
     return os.path.realpath(request.source.path) if isinstance(request.source, DiskSource) else None
-
-
-__all__ = ["FleetUpdates", "FleetWeights"]

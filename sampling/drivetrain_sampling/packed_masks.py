@@ -86,6 +86,3 @@ def _rows(chosen: NDArray[np.bool_]) -> list[int]:
 def _words_of(values: torch.Tensor) -> NDArray[np.int32]:
     words: NDArray[np.int32] = values.cpu().numpy()
     return words
-
-
-__all__ = ["joined", "pack"]

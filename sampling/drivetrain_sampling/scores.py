@@ -168,14 +168,3 @@ def _scaled(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     if temperature == 1.0:
         return logits
     return (logits - logits.amax(-1, keepdim=True)).div_(temperature)
-
-
-__all__ = [
-    "Part",
-    "ScoredPrompt",
-    "decode_scores",
-    "encode_scoring",
-    "ids_to_score",
-    "packed_scores",
-    "score_rows",
-]

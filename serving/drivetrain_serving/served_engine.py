@@ -6,15 +6,17 @@ import asyncio
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from drivetrain.checks.safe_repr import shown
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.engine.request_builder import ParamsLike
 from drivetrain.errors import DrivetrainError, EngineBusy, InvalidRequest, TooManyAdapters
+from drivetrain.openai.engine_calls import Call
+from drivetrain.text.prompt_threads import in_prompt_thread
 from drivetrain.types.capability import Capability
 from drivetrain.types.outputs import CompletionChunk, GenerationOutput
-from drivetrain.types.prompts import Prompt
+from drivetrain.types.prompts import Prompt, TokenPrompt
 from drivetrain.types.weights import LoraSource, WeightUpdateRequest
 from drivetrain_serving.config import ServerConfig
 from drivetrain_serving.http_layer.request_records import RECORD, RequestRecord
@@ -25,6 +27,21 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _POLL_S: Final = 0.05
+
+
+class EngineCall(Protocol):
+    """A request of any route, in the engine's words."""
+
+    @property
+    def prompts(self) -> Sequence[Prompt]: ...
+    @property
+    def params(self) -> ParamsLike | Sequence[ParamsLike]: ...
+    @property
+    def request_ids(self) -> Sequence[str]: ...
+    @property
+    def lora(self) -> str | None: ...
+    @property
+    def priority(self) -> int: ...
 
 
 class ServedEngine:
@@ -72,50 +89,40 @@ class ServedEngine:
             "return_prompt_ranks": self.engine.supports(Capability.PROMPT_RANKS),
         }
 
-    async def generate(
-        self,
-        prompts: Sequence[Prompt],
-        params: ParamsLike | Sequence[ParamsLike],
-        *,
-        request_ids: Sequence[str],
-        lora: str | None,
-        priority: int,
-    ) -> GenerationOutput:
+    async def token_prompt(self, prompt: Prompt, index: int) -> TokenPrompt:
+        """Return a prompt as token ids; ``index`` is its place in the request."""
+        if isinstance(prompt, TokenPrompt):
+            return prompt
+        length = self.engine.model_info.context_length
+        ids = await in_prompt_thread(lambda: self.engine.tokenizer.encode(prompt, length, f"prompts[{index}]"))
+        return TokenPrompt.model_construct(token_ids=tuple(ids), media=())
+
+    async def generate(self, call: EngineCall) -> GenerationOutput:
         """Generate as the engine does, and count the tokens."""
-        with self._recorded(lora, request_ids) as record:
-            output = await self.engine.generate(prompts, params, request_ids=request_ids, lora=lora, priority=priority)
+        with self._recorded(call) as record:
+            output = await self.engine.generate(
+                call.prompts, call.params, request_ids=call.request_ids, lora=call.lora, priority=call.priority
+            )
             self._count(output, record)
         return output
 
-    async def score_and_generate(
-        self,
-        token_ids: Sequence[int],
-        at: NDArray[np.int64],
-        params: ParamsLike,
-        *,
-        request_ids: Sequence[str],
-        lora: str | None,
-        priority: int,
-    ) -> GenerationOutput:
+    async def score_and_generate(self, token_ids: Sequence[int], at: NDArray[np.int64], call: Call) -> GenerationOutput:
         """Score ids at the last positions of a prompt, generate after it in the same request, and count the tokens.
 
         Args:
             token_ids: The prompt.
             at: Ids to score at each of the last positions; integers of shape (positions, K).
-            params: Sampling params.
-            request_ids: The request's id.
-            lora: Name of a loaded adapter.
-            priority: Higher is sooner.
+            call: The request; its prompts are not read.
         """
-        with self._recorded(lora, request_ids) as record:
+        with self._recorded(call) as record:
             output = await self.engine.compute_logprobs(
                 [token_ids],
                 at=[at],
                 last_n=len(at),
-                sampling_params=params,
-                request_ids=request_ids,
-                lora=lora,
-                priority=priority,
+                sampling_params=call.params,
+                request_ids=call.request_ids,
+                lora=call.lora,
+                priority=call.priority,
             )
             self._count(output, record)
         return output
@@ -128,18 +135,12 @@ class ServedEngine:
             for completion in output.completions:
                 record.completed(completion)
 
-    async def generate_stream(
-        self,
-        prompts: Sequence[Prompt],
-        params: ParamsLike | Sequence[ParamsLike],
-        *,
-        request_ids: Sequence[str],
-        lora: str | None,
-        priority: int,
-    ) -> AsyncGenerator[CompletionChunk, None]:
+    async def generate_stream(self, call: EngineCall) -> AsyncGenerator[CompletionChunk, None]:
         """Generate as the engine does, chunk by chunk, and count the tokens."""
-        with self._recorded(lora, request_ids) as record:
-            chunks = self.engine.generate_stream(prompts, params, request_ids=request_ids, lora=lora, priority=priority)
+        with self._recorded(call) as record:
+            chunks = self.engine.generate_stream(
+                call.prompts, call.params, request_ids=call.request_ids, lora=call.lora, priority=call.priority
+            )
             async with aclosing(chunks):
                 async for chunk in chunks:
                     self.traffic.add(len(chunk.token_ids))
@@ -150,11 +151,11 @@ class ServedEngine:
                     yield chunk
 
     @contextmanager
-    def _recorded(self, lora: str | None, request_ids: Sequence[str]) -> Iterator[RequestRecord | None]:
+    def _recorded(self, call: EngineCall) -> Iterator[RequestRecord | None]:
         """Tell the request's record, if there is one, that the engine is asked, and the error that it raises."""
         record = RECORD.get()
         if record is not None:
-            record.generates(lora or self.name, request_ids)
+            record.generates(call.lora or self.name, call.request_ids)
         try:
             yield record
         except DrivetrainError as error:

@@ -66,6 +66,3 @@ async def printed(process: Program, name: str) -> str:
     line = (await process.stdout.readline()).decode()
     assert line.startswith(f"{name}: "), line
     return line.removeprefix(f"{name}: ").strip()
-
-
-__all__ = ["Wire", "host", "printed"]

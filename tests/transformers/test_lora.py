@@ -22,14 +22,11 @@ import oracle
 from drivetrain import (
     Completion,
     DeadlineExceeded,
-    EngineBusy,
-    GenerationOutput,
     InferenceEngine,
     InvalidRequest,
     InvalidWeights,
     LoraSource,
     SamplingParams,
-    TooManyAdapters,
     WeightSyncError,
     WeightUpdateRequest,
     create_engine,
@@ -40,7 +37,7 @@ from drivetrain_transformers import TransformersBackend
 from drivetrain_transformers.lora import adaptable_shapes
 from drivetrain_weight_sync import AdapterTensors, LoraSync, WeightSync
 from drivetrain_weight_sync.receiver import received_adapters
-from engines import OpenEngine, until_running
+from engines import OpenEngine
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -93,24 +90,6 @@ def slots(parameters: Iterable[str]) -> set[str]:
     return {name.rpartition("slot-")[2].partition(".")[0] for name in parameters}
 
 
-@pytest.mark.parametrize("isolation", ["inline", "process"])
-async def test_requests_in_one_batch_use_different_adapters(
-    open_engine: OpenEngine, model: Path, adapters: dict[str, Path], isolation: str
-) -> None:
-    prompt = "the same prompt for all of them, long enough to be cached"
-    async with open_engine(enable_lora=True, isolation=isolation) as engine:
-        for name, folder in adapters.items():
-            await engine.load_lora_adapter(name, str(folder))
-        names = [None, "a", "b"]
-        outputs: list[GenerationOutput] = []
-        for _ in range(2):
-            outputs = await asyncio.gather(*(engine.generate(prompt, PARAMS, lora=name) for name in names))
-            for chosen, output in zip(names, outputs, strict=True):
-                for completion in output.completions:
-                    assert_made_by(with_adapter(model, adapters.get(chosen or "")), completion)
-        assert outputs[1].completions[0].cached_tokens > 0, "each adapter has its own prefixes"
-
-
 @pytest.mark.parametrize("architecture", ["opt", "qwen2_moe"])
 async def test_models_that_join_rows_for_their_mlp_take_adapters_of_it(
     open_engine: OpenEngine, tmp_path: Path, architecture: str
@@ -147,64 +126,6 @@ async def test_a_layer_of_one_expert_is_not_adapted_per_row() -> None:
             self.shared_expert = Expert()
 
     assert list(adaptable_shapes(Block())) == ["shared_expert.up_proj.weight"]
-
-
-async def test_an_unloaded_adapter_is_refused_and_the_base_is_as_before(
-    open_engine: OpenEngine, model: Path, adapters: dict[str, Path]
-) -> None:
-    async with open_engine(enable_lora=True) as engine:
-        await engine.load_lora_adapter("a", str(adapters["a"]))
-        task = asyncio.create_task(
-            engine.generate("x", SamplingParams(max_new_tokens=300, ignore_eos=True), lora="a", request_ids=["r"])
-        )
-        await until_running(engine, 1)
-        with pytest.raises(EngineBusy, match="1 requests under way"):
-            await engine.unload_lora_adapter("a")
-        await engine.abort("r")
-        await task
-        await engine.unload_lora_adapter("a")
-        with pytest.raises(InvalidRequest, match="lora='a' is not loaded; loaded: none"):
-            await engine.generate("x", lora="a")
-        with pytest.raises(InvalidRequest, match="'a' is not loaded"):
-            await engine.unload_lora_adapter("a")
-        output = await engine.generate("x", PARAMS)
-        assert_made_by(oracle.load(model), output.completions[0])
-        # The same name may be loaded as another adapter, which must not find the first one's caches.
-        await engine.load_lora_adapter("a", str(adapters["b"]))
-        output = await engine.generate("x", PARAMS, lora="a")
-        assert_made_by(with_adapter(model, adapters["b"]), output.completions[0])
-
-
-async def test_limits_and_bad_folders_are_refused_by_name(
-    open_engine: OpenEngine, adapters: dict[str, Path], tmp_path: Path
-) -> None:
-    async with open_engine(enable_lora=True, max_loras=1, max_lora_rank=4) as engine:
-        with pytest.raises(InvalidRequest, match="max_lora_rank=4"):
-            await engine.load_lora_adapter("b", str(adapters["b"]))
-        with pytest.raises(InvalidRequest, match=r"adapter_config\.json"):
-            await engine.load_lora_adapter("c", str(tmp_path))
-        await engine.load_lora_adapter("a", str(adapters["a"]))
-        with pytest.raises(TooManyAdapters, match="max_loras=1"):
-            await engine.load_lora_adapter("again", str(adapters["a"]))
-        with pytest.raises(InvalidRequest, match="is loaded already"):
-            await engine.load_lora_adapter("a", str(adapters["a"]))
-
-
-async def test_the_base_can_be_updated_beneath_an_adapter(
-    open_engine: OpenEngine, model: Path, adapters: dict[str, Path]
-) -> None:
-    async with open_engine(enable_lora=True) as engine:
-        await engine.load_lora_adapter("a", str(adapters["a"]))
-        policy = AutoModelForCausalLM.from_pretrained(model)
-        with torch.no_grad():
-            for parameter in policy.parameters():
-                parameter.mul_(1.1)
-        async with WeightSync.connect(policy, engine) as sync:
-            await sync.push(version="step-1")
-        output = await engine.generate("x", PARAMS, lora="a")
-        reference = PeftModel.from_pretrained(policy, adapters["a"]).eval()
-        assert_made_by(reference, output.completions[0])  # type: ignore[arg-type]
-        assert output.completions[0].weight_version == "step-1"
 
 
 def tensors_of(folder: Path) -> AdapterTensors:

@@ -31,7 +31,6 @@ from drivetrain import (
     InvalidRequest,
     JsonSchema,
     LogprobsMode,
-    NoTokenAllowed,
     PauseMode,
     RegexGrammar,
     SamplingParams,
@@ -110,30 +109,6 @@ async def test_a_stream_and_a_whole_sample_are_the_same(engine: InferenceEngine,
     assert streamed == whole.token_ids
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"logit_processors": (ActionMask(allowed_token_ids=tuple(b"xyz")),)},
-        {"logit_processors": (DisallowedTokens(token_ids=EOS),)},
-        {"min_new_tokens": 9},
-    ],
-)
-async def test_a_request_that_leaves_no_token_fails_alone(
-    engine: InferenceEngine, fields: dict[str, Any], temperature: float
-) -> None:
-    params = SamplingParams(max_new_tokens=20, temperature=temperature, structured_output=CODE)
-    broken = params.model_copy(update=fields)
-    failed, whole = await asyncio.gather(
-        engine.generate("x", broken), engine.generate("y", params), return_exceptions=True
-    )
-    assert isinstance(failed, NoTokenAllowed)
-    assert FIELD in failed.field
-    assert next(iter(fields)) in failed.field
-    assert isinstance(whole, GenerationOutput)
-    assert re.fullmatch(CODE.regex, whole.completions[0].text)
-
-
 async def test_special_tokens_are_no_text_of_a_grammar(engine: InferenceEngine) -> None:
     special = [257, 259]
     params = SamplingParams(
@@ -204,7 +179,7 @@ def allowed(completion: Completion) -> torch.Tensor:
 
 # Interruptions -------------------------------------------------------------------------------------------------------
 
-# As in test_pause.py: recomputed values are rounded differently, and a greedy choice is far from a tie.
+# Recomputed values are rounded differently, and a greedy choice is far from a tie.
 INTERRUPTED = SamplingParams(max_new_tokens=400, temperature=0, structured_output=LONG)
 
 

@@ -212,6 +212,3 @@ def _said(error: Exception) -> str:
     """Return xgrammar's words, without the time and source line that precede them."""
     first = str(error).strip().split("\n", 1)[0]
     return first.split(": ", 1)[-1] if first.startswith("[") else first
-
-
-__all__ = ["FIELD", "CompiledGrammar", "Grammar", "GrammarMask", "GrammarState", "Grammars"]

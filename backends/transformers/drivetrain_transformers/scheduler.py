@@ -31,7 +31,9 @@ from drivetrain_transformers.separate_caches import SeparateCaches
 from drivetrain_transformers.sequences import Sequence, Sink
 
 if TYPE_CHECKING:
-    from drivetrain_transformers.grammars import CompiledGrammar, GrammarMask
+    from xgrammar import CompiledGrammar
+
+    from drivetrain_transformers.grammars import GrammarMask
     from drivetrain_transformers.row_media import RowMedia
 
 

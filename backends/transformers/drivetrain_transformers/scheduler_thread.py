@@ -31,7 +31,9 @@ from drivetrain_transformers.translate import (
 )
 
 if TYPE_CHECKING:
-    from drivetrain_transformers.grammars import CompiledGrammar, Grammar, Grammars
+    from xgrammar import CompiledGrammar
+
+    from drivetrain_transformers.grammars import Grammar, Grammars
     from drivetrain_transformers.row_media import RowMedia
 
 T = TypeVar("T")

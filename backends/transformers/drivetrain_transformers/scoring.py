@@ -77,6 +77,3 @@ def _score_alike(model: LoadedModel, scored: list[_Scored], *, apart: bool) -> N
     for one in scored:
         start, end = end, end + len(one.source)
         one.sequence.scores = packed_scores(one.scoring, given[start:end], top[start:end], top_ids[start:end])
-
-
-__all__ = ["positions_of", "score"]

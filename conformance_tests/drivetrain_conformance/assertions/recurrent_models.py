@@ -178,6 +178,3 @@ def _check(bench: Bench, completions: Sequence[Completion], engine: InferenceEng
                 f"the logprob of token {at} of {len(completion.token_ids)} is {value:.5f}; a plain forward pass gives "
                 f"{right:.5f}"
             )
-
-
-__all__ = ["check_recurrent_model"]

@@ -281,5 +281,3 @@ def _command(arguments: list[str]) -> int:
 
 if __name__ == "__main__":
     sys.exit(main())
-
-__all__ = ["CUDA_FILE", "ForkServer", "ForkedHost", "Forks", "serve_forks"]

@@ -141,6 +141,3 @@ class RaySuite(RemoteSuite):
         """End every engine that still runs, and Ray."""
         super().close()
         ray.shutdown()
-
-
-__all__ = ["ActorHost", "RaySuite", "ReusedActor"]

@@ -277,6 +277,3 @@ class RemoteSuite(Suite):
         """End every host that still runs."""
         while self._opened:
             self._opened.pop()[1].stop()
-
-
-__all__ = ["EngineHost", "Host", "RemoteSuite"]

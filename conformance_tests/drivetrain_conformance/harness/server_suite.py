@@ -222,6 +222,3 @@ def text_config(model: str) -> dict[str, object]:
 def dtype_of(config: Mapping[str, object]) -> str:
     """Return the checkpoint's dtype."""
     return str(config.get("dtype") or config.get("torch_dtype") or "float32")
-
-
-__all__ = ["SERVERS", "Launch", "Server", "ServerSuite", "Servers", "dtype_of", "text_config"]

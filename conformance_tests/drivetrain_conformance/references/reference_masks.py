@@ -32,6 +32,3 @@ def check_mask(mask: SamplingMask, at: int, step: Step, token: int, params: Samp
     extra = np.flatnonzero(left & ~step.possibly).tolist()
     assert not lost, f"the mask of token {at} lacks {len(lost)} ids that could be drawn, such as {lost[:3]}"
     assert not extra, f"the mask of token {at} holds {len(extra)} ids that could not be drawn, such as {extra[:3]}"
-
-
-__all__ = ["check_mask"]

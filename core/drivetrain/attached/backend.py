@@ -103,6 +103,3 @@ class AttachedBackend(Backend):
 
     async def stop_profile(self) -> str:
         return cast(str, await self.call("stop_profile"))
-
-
-__all__ = ["AttachedBackend"]

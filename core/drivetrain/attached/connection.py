@@ -319,6 +319,3 @@ def _pulse_socket(handle: EngineHandle, holder: int, patience: float) -> socket.
     except OSError as error:
         raise _broke(handle, error) from error
     return connected
-
-
-__all__ = ["Connected", "OwnerConnection", "connect", "fetch_facts"]

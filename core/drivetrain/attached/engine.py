@@ -141,6 +141,3 @@ async def attach(handle: EngineHandle, *, timeout: float | None = None) -> Attac
     engine = AttachedEngine(facts, AttachedBackend(handle, facts, patience))
     await engine.start()
     return engine
-
-
-__all__ = ["AttachedEngine", "attach"]

@@ -189,6 +189,3 @@ class Owner:
             detached = functools.partial(EngineStateError, words, state="closed")
             self.connected.connection.fail(detached)
             await self.connected.close()
-
-
-__all__ = ["REPEATED", "Owner"]

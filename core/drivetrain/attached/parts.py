@@ -293,17 +293,3 @@ class AttachedAdapters(Adapters):
     async def update(self, request: WeightUpdateRequest, name: str) -> None:
         seconds = self.controller.config.timeouts.weight_update
         await ask(self.controller, self.backend, seconds, "update_adapter", _from_here(request))
-
-
-__all__ = [
-    "AttachedAdapters",
-    "AttachedCommunicators",
-    "AttachedController",
-    "AttachedGeneration",
-    "AttachedLoadedAdapters",
-    "AttachedModel",
-    "AttachedPauses",
-    "AttachedRequests",
-    "AttachedUpdates",
-    "AttachedWeights",
-]

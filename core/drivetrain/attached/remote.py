@@ -105,6 +105,3 @@ def _with_heartbeat_of(own: EngineConfig, timeouts: Timeouts) -> EngineConfig:
     """Return the engine's configuration with this side's deadlines; both ends must agree on the heartbeat."""
     agreed = timeouts.model_copy(update={"heartbeat": own.timeouts.heartbeat})
     return own.model_copy(update={"timeouts": agreed})
-
-
-__all__ = ["KEY_VARIABLE", "REMOTE", "remote_engine"]

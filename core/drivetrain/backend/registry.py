@@ -348,16 +348,3 @@ def _unknown(name: str) -> str:
         ready = f"{info.engine_distribution} {info.engine_version}" if not info.reason else info.reason
         lines.append(f"  {info.name}: {info.status.value} ({ready})")
     return "\n".join(lines)
-
-
-__all__ = [
-    "BackendInfo",
-    "BackendStatus",
-    "check_engine_version",
-    "disabled_plugins",
-    "list_backends",
-    "load_backend",
-    "register",
-    "require_engine",
-    "unregister",
-]

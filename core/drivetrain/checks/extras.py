@@ -32,6 +32,3 @@ def from_extra(extra: str, user: str) -> Iterator[None]:
         )
         missing.name = package
         raise missing from error
-
-
-__all__ = ["from_extra"]

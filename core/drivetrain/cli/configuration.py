@@ -58,14 +58,3 @@ def configuration(
     if "model" not in fields:
         raise typer.BadParameter("say which model: --model DIR_OR_ID, or --config FILE", param_hint="--model")
     return EngineConfig.from_mapping(fields)
-
-
-__all__ = [
-    "DEFAULT_BACKEND",
-    "BackendOption",
-    "ConfigOption",
-    "IsolationOption",
-    "ModelOption",
-    "SettingsOption",
-    "configuration",
-]

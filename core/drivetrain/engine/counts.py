@@ -114,6 +114,3 @@ class StateTimes:
         if self.updating.look(updating) and status.updates == self._updates:
             self.failed_updates += 1
         self._updates = status.updates
-
-
-__all__ = ["FAILED", "SampleCounts", "SampleEnd", "StateTimes", "Stretch"]

@@ -20,8 +20,7 @@ from drivetrain.backend.toolkit.daemon_thread import in_daemon_thread
 from drivetrain.backend.toolkit.deadlines import deadline
 from drivetrain.backend.toolkit.stall_watch import ended
 from drivetrain.checks.safe_repr import shown
-from drivetrain.engine.api.conveniences import Conveniences, WeightIntegrity
-from drivetrain.engine.api.description import EngineDescription
+from drivetrain.engine.api.conveniences import Conveniences
 from drivetrain.engine.api.lora import LoraCalls
 from drivetrain.engine.api.openai_api import OpenAICalls
 from drivetrain.engine.api.sessions import SessionCalls
@@ -184,6 +183,3 @@ class InferenceEngine(Conveniences, OpenAICalls, SessionCalls, LoraCalls, Sharin
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.teardown()
-
-
-__all__ = ["EngineDescription", "InferenceEngine", "WeightIntegrity"]

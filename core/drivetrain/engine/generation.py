@@ -14,7 +14,7 @@ from drivetrain.engine.completions import completed
 from drivetrain.engine.controller import Controller
 from drivetrain.engine.loaded_adapters import LoadedAdapters
 from drivetrain.engine.model import StartedModel
-from drivetrain.engine.request_builder import ParamsLike
+from drivetrain.engine.request_builder import CallOptions, ParamsLike
 from drivetrain.engine.requests_in_flight import RequestsInFlight, run_each
 from drivetrain.engine.samples import Sample, Samples
 from drivetrain.engine.scoring import ScoringCall
@@ -57,26 +57,14 @@ class Generation:
         self,
         prompts: Prompts,
         sampling_params: Params,
+        options: CallOptions,
         *,
-        request_ids: Sequence[str] | None = None,
-        lora: str | None = None,
-        priority: int = 0,
-        weight_version: str | None = None,
-        timeout: float | None = None,
         whole: Whole | None = None,
         scored: ScoringCall | None = None,
     ) -> GenerationOutput:
         """Generate ``n`` completions of each prompt, or score it; see ``InferenceEngine.generate``."""
-        seconds = check_seconds(timeout, self.controller.config.timeouts.generate)
-        samples = self._build(
-            "generate()",
-            prompts,
-            sampling_params,
-            request_ids=request_ids,
-            lora=lora,
-            priority=priority,
-            weight_version=weight_version,
-        )
+        seconds = check_seconds(options.timeout, self.controller.config.timeouts.generate)
+        samples = self._build("generate()", prompts, sampling_params, options)
         async with deadline(seconds, f"{sum(one.count for one in samples)} completions"):
             with self.in_flight.under_way(samples):
                 await self._read(samples, whole)
@@ -108,28 +96,12 @@ class Generation:
         return await completed(sample, await self.in_flight.run(sample), self.model.tokenizer)
 
     async def stream(
-        self,
-        prompts: Prompts,
-        sampling_params: Params,
-        *,
-        request_ids: Sequence[str] | None,
-        lora: str | None,
-        priority: int,
-        weight_version: str | None = None,
-        timeout: float | None,
+        self, prompts: Prompts, sampling_params: Params, options: CallOptions
     ) -> AsyncGenerator[CompletionChunk, None]:
         """Yield the chunks of all samples as they come; see ``InferenceEngine.generate_stream``."""
         self.controller.require_claimed("generate_stream()", Capability.STREAMING)
-        seconds = check_seconds(timeout, self.controller.config.timeouts.generate)
-        samples = self._build(
-            "generate_stream()",
-            prompts,
-            sampling_params,
-            request_ids=request_ids,
-            lora=lora,
-            priority=priority,
-            weight_version=weight_version,
-        )
+        seconds = check_seconds(options.timeout, self.controller.config.timeouts.generate)
+        samples = self._build("generate_stream()", prompts, sampling_params, options)
         ends = time.monotonic() + seconds
         queue: asyncio.Queue[CompletionChunk | BaseException] = asyncio.Queue()
         overdue: list[DeadlineExceeded] = []
@@ -176,12 +148,9 @@ class Generation:
         session_id: str,
         prompts: Prompts,
         sampling_params: Params,
-        *,
+        options: CallOptions,
         parent_request_id: str | None,
         turn: TurnMode,
-        request_ids: Sequence[str] | None,
-        weight_version: str | None = None,
-        timeout: float | None,
     ) -> GenerationOutput:
         """Generate one turn of a session; see ``InferenceEngine.generate_with_session``."""
         self.controller.require_claimed("generate_with_session()", Capability.SESSIONS)
@@ -190,14 +159,7 @@ class Generation:
         def whole(token_ids: list[int]) -> list[int]:
             return session.prompt(token_ids, parent_request_id, turn)
 
-        output = await self.generate(
-            prompts,
-            sampling_params,
-            request_ids=request_ids,
-            weight_version=weight_version,
-            timeout=timeout,
-            whole=whole,
-        )
+        output = await self.generate(prompts, sampling_params, options, whole=whole)
         for completion in output.completions:
             session.add(completion, parent_request_id, turn)
         return output
@@ -215,28 +177,11 @@ class Generation:
         async with self.controller.bounded("the abort to reach the engine"):
             await self.in_flight.abort(request_id)
 
-    def _build(
-        self,
-        action: str,
-        prompts: Prompts,
-        sampling_params: Params,
-        *,
-        request_ids: Sequence[str] | None,
-        lora: str | None,
-        priority: int,
-        weight_version: str | None,
-    ) -> list[Samples]:
+    def _build(self, action: str, prompts: Prompts, sampling_params: Params, options: CallOptions) -> list[Samples]:
         builder = self.model.builder_for(Task.GENERATE, action)
-        if lora is not None and Capability.LORA in self.controller.capabilities:
-            self.adapters.require(lora, "lora")
-        samples = builder.build(
-            prompts,
-            sampling_params,
-            request_ids=request_ids,
-            lora=lora,
-            priority=priority,
-            weight_version=weight_version,
-        )
+        if options.lora is not None and Capability.LORA in self.controller.capabilities:
+            self.adapters.require(options.lora, "lora")
+        samples = builder.build(prompts, sampling_params, options)
         if samples:
             self.in_flight.require_version(samples[0].request)
         return samples

@@ -301,6 +301,3 @@ class HolderCalls(SharedEngine):
             self.claims.paused_by = None
             if self.parts.controller.status.paused is not None:
                 await self.parts.pauses.resume()
-
-
-__all__ = ["Claims", "HolderCalls"]

@@ -309,6 +309,3 @@ def _host_and_port(address: str) -> tuple[str, int]:
     if not host or not port.isdecimal() or int(port) > 65535:
         raise InvalidConfig(f"listen={shown(address)}: expected HOST:PORT, such as 127.0.0.1:0", field="listen")
     return host.strip("[]"), int(port)
-
-
-__all__ = ["EngineListener", "HolderConnection", "check_certificate"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
 from drivetrain.backend.base import GenerateRequest, ModelInfo, ReadMedium
@@ -35,12 +35,23 @@ from drivetrain.types.sampling import SamplingParams
 
 ParamsLike = SamplingParams | Mapping[str, object]
 _T = TypeVar("_T")
+
 _IN_LOOP: Final = 8192
 """Most microseconds, estimated, of reading prompts in the event loop; a thread costs about 200."""
 
-
 _SEEDS_OF_A_HOLDER: Final = 1 << 40
 """More samples than a process makes."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallOptions:
+    """Arguments of a call that generates, for all of its prompts; see ``InferenceEngine.generate``."""
+
+    request_ids: Sequence[str] | None = None
+    lora: str | None = None
+    priority: int = 0
+    weight_version: str | None = None
+    timeout: float | None = None
 
 
 class RequestBuilder:
@@ -72,11 +83,7 @@ class RequestBuilder:
         self,
         prompts: PromptLike | Sequence[PromptLike],
         sampling_params: ParamsLike | Sequence[ParamsLike] | None,
-        *,
-        request_ids: Sequence[str] | None = None,
-        lora: str | None = None,
-        priority: int = 0,
-        weight_version: str | None = None,
+        options: CallOptions,
     ) -> list[Samples]:
         """Validate a call except for its prompts, and return the samples of each; :meth:`read` validates the prompts.
 
@@ -86,7 +93,8 @@ class RequestBuilder:
         """
         given = given_prompts(prompts)
         params = self._params(sampling_params, len(given))
-        ids = self._ids(request_ids, len(given))
+        ids = self._ids(options.request_ids, len(given))
+        lora, priority, weight_version = options.lora, options.priority, options.weight_version
         if lora is not None:
             require(self._capabilities, Capability.LORA, f"lora={shown(lora)}", self._config.backend)
         if type(priority) is not int:

@@ -140,6 +140,3 @@ def _ids(field: str, value: object, count: int, vocabulary: int) -> NDArray[np.i
             field=field,
         )
     return ids
-
-
-__all__ = ["ScoringCall"]

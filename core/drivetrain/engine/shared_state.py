@@ -69,6 +69,3 @@ def this_machine() -> str:
     """Return an id of this machine since its last boot."""
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         return file.read().strip()
-
-
-__all__ = ["FACTS", "STATE", "EngineFacts", "SharedState", "shared_capabilities", "this_machine"]

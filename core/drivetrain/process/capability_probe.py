@@ -196,6 +196,3 @@ def _stdout_kept() -> Iterator[Callable[[bytes], object]]:
     os.dup2(2, 1)
     with kept:
         yield kept.write
-
-
-__all__ = ["ProbeResult", "answer", "probe"]

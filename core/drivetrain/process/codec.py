@@ -235,6 +235,3 @@ _requests: Final = _RequestCodec()
 def forget_params() -> None:
     """Drop the cache of encoded sampling params; called after each write to a socket."""
     _requests.forget_packed()
-
-
-__all__ = ["Codec", "codec_for", "forget_params"]

@@ -79,6 +79,3 @@ def installed(distribution: str) -> str:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
-
-
-__all__ = ["check_version", "drivetrain_version", "hello", "installed", "open_for", "opened_config", "portable"]

@@ -148,6 +148,3 @@ def _end_all() -> None:
     """Kill this host and its descendants: the trainer is gone, so nobody can ask for a clean end."""
     end_own_family()
     os._exit(1)
-
-
-__all__ = ["Watch"]

@@ -69,6 +69,3 @@ class HostConnection(RpcClient):
     def _exception(self, message: Failure) -> Exception:
         error = super()._exception(message)
         return EngineDied(self._with_log(str(error))) if type(error) is EngineDied else error
-
-
-__all__ = ["HostConnection"]

@@ -62,6 +62,3 @@ def hosts_launched_by(launch: Launch, python: str | None = None) -> Iterator[Non
         yield
     finally:
         del _replaced[key]
-
-
-__all__ = ["Launch", "LaunchedHost", "hosts_launched_by", "launch"]

@@ -50,5 +50,3 @@ def with_end_of_log(what: str, lines: Sequence[str], recent: Sequence[str] | Non
 
 # Each request in flight gets the message when its engine dies.
 _first_exception: Final = functools.lru_cache(maxsize=1)(first_exception)
-
-__all__ = ["HostLog", "with_end_of_log"]

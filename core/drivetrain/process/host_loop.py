@@ -165,6 +165,3 @@ class Connection(RpcServer):
 def _request_of(arguments: list[object]) -> GenerateRequest | None:
     first = arguments[0] if arguments else None
     return first if isinstance(first, GenerateRequest) else None
-
-
-__all__ = ["Connection", "serve"]

@@ -239,5 +239,3 @@ def _kill_all() -> None:
 atexit.register(_kill_all)
 # A forked child, such as a data loader's worker, is not the parent of these processes and must not kill them.
 os.register_at_fork(after_in_child=_running.clear)
-
-__all__ = ["Ending", "HostProcess"]

@@ -32,6 +32,3 @@ def why_not(python: str | None, log: Sequence[str]) -> str:
                 f"{shown} -m pip install drivetrain"
             )
     return ""
-
-
-__all__ = ["cannot_run", "command", "why_not"]

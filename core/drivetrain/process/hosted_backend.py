@@ -296,6 +296,3 @@ class HostedBackend(Backend):
         remedy = why_not(self.config.python, ending.log.lines())
         what = f"the host process {self.pid} of the {self.name} engine {ending.reason}{when}"
         return self._with_log(f"{what}; {remedy}" if remedy else what)
-
-
-__all__ = ["HostedBackend"]

@@ -146,6 +146,3 @@ def _split(lines: Iterable[str]) -> Iterator[tuple[str, str, str, bool]]:
 
 def _shortened(text: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} …"
-
-
-__all__ = ["first_exception"]

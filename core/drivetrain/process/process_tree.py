@@ -156,17 +156,3 @@ def runs(process: psutil.Process) -> bool:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
-
-
-__all__ = [
-    "MARK",
-    "SCRATCH",
-    "end_own_family",
-    "ending",
-    "family",
-    "kill_family",
-    "runs",
-    "shared_memory_of",
-    "signal_name",
-    "unlink",
-]

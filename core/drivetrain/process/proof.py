@@ -31,6 +31,3 @@ def proof(key: str, role: str, *nonces: bytes) -> bytes:
 def proves(given: bytes, key: str, role: str, *nonces: bytes) -> bool:
     """Return whether a proof is right, in a time that does not depend on where it differs."""
     return hmac.compare_digest(given, proof(key, role, *nonces))
-
-
-__all__ = ["LONGEST_KEY", "NONCE_BYTES", "new_key", "new_nonce", "proof", "proves"]

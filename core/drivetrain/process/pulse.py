@@ -167,6 +167,3 @@ class Pulse(threading.Thread):
             self._socket.close()
         if reason and not self._ended.is_set():
             self._on_lost(reason)
-
-
-__all__ = ["Pulse", "PulseWatch"]

@@ -244,6 +244,3 @@ class _Stream:
 
 def _ignore(reason: str) -> None:
     """Do nothing: the socket was closed on purpose."""
-
-
-__all__ = ["RpcClient"]

@@ -116,5 +116,3 @@ METHODS: Final = method_table(Backend)
 """Methods of a host that a trainer calls, by name."""
 SHARED_METHODS: Final = method_table(SharedEngine)
 """Methods of an engine's owner that a holder calls, by name."""
-
-__all__ = ["METHODS", "SHARED_METHODS", "Argument", "Method", "method_of", "method_table"]

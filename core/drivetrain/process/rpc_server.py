@@ -161,6 +161,3 @@ class RpcServer(asyncio.Protocol, ABC):
             except WireError as unsendable:
                 message = f"what the engine's {method.name} returned cannot be sent: {unsendable}"
                 self._writes.put(failure(call_id, EngineInternalError(message)))
-
-
-__all__ = ["RpcServer"]

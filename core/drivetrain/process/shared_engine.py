@@ -189,6 +189,3 @@ class SharedEngine(ABC):
     @abstractmethod
     async def stop_profile(self) -> str:
         """Stop recording; return the path of the trace."""
-
-
-__all__ = ["AppliedUpdate", "SharedEngine"]

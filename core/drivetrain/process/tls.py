@@ -124,6 +124,3 @@ def tls_error(error: ssl.SSLError, address: str) -> TlsError:
         what = f"is not trusted ({said}); give its authority's certificate as ssl_ca_certs, or pin it with "
         what += "ssl_fingerprint"
     return TlsError(f"the certificate of the engine at {address} {what}")
-
-
-__all__ = ["check_fingerprint", "client_context", "fingerprint_of", "server_context", "tls_error"]

@@ -179,6 +179,3 @@ class TlsSocket:
     def close(self) -> None:
         """Close the connection."""
         self._raw.close()
-
-
-__all__ = ["SILENT_S", "TlsServer", "TlsSocket"]

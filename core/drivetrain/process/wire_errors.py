@@ -37,6 +37,3 @@ def _plain(value: object) -> object:
     except (msgspec.MsgspecError, TypeError, ValueError, OverflowError):
         return repr(value)
     return value
-
-
-__all__ = ["exception", "failure"]

@@ -159,5 +159,3 @@ def _read_call(payload: bytes) -> Call:
 
 
 _NOTHING: Final = msgspec.Raw(encode(None))
-
-__all__ = ["CallNotTaken", "FailedElsewhere", "WorkerCall", "WorkerMethods"]

@@ -106,6 +106,3 @@ def _user_of(connected: socket.socket) -> int:
     found = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     user: int = _CREDENTIALS.unpack(found)[1]
     return user
-
-
-__all__ = ["WorkerConnection", "WorkerListener"]

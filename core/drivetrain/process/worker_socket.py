@@ -62,6 +62,3 @@ class WorkerSocket:
         """Disconnect from the host."""
         self.open = False
         self._socket.close()
-
-
-__all__ = ["WorkerSocket"]

@@ -47,6 +47,3 @@ class WriteBuffer:
         parts, self._parts, self._size = self._parts, [], 0
         if parts and not self._transport.is_closing():
             self._transport.write(b"".join(parts))
-
-
-__all__ = ["WriteBuffer"]

@@ -363,6 +363,3 @@ class ServerBackend(Backend, Generic[Says]):
                 )
 
         task.add_done_callback(done)
-
-
-__all__ = ["BUSY_S", "ENDPOINT", "LOOK_S", "Sent", "ServerAnswers", "ServerBackend"]

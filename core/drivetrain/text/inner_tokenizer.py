@@ -34,6 +34,3 @@ class InnerTokenizer(Protocol):
 
     @property
     def apply_chat_template(self) -> Any: ...
-
-
-__all__ = ["InnerTokenizer"]

@@ -132,6 +132,3 @@ def _to_json(
 ) -> str:
     """Jinja's own filter escapes HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-__all__ = ["render_template"]

@@ -61,6 +61,3 @@ def load_tokenizer(config: EngineConfig, files: dict[str, bytes]) -> Tokenizer:
             Path(folder, name).write_bytes(content)
         own = config.model_copy(update={"model": folder, "tokenizer": None, "trust_remote_code": False})
         return Tokenizer.load(own)
-
-
-__all__ = ["is_here", "load_tokenizer", "read_tokenizer_files"]

@@ -178,6 +178,3 @@ def _read(file: Path) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise ValueError(f"{file} holds a {type(fields).__name__}; expected an object")
     return fields
-
-
-__all__ = ["TokenizerJson"]

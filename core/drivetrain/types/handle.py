@@ -78,6 +78,3 @@ class EngineHandle:
         found = _TCP.fullmatch(self.address)
         assert found is not None
         return found[1].strip("[]"), int(found[2])
-
-
-__all__ = ["EngineHandle"]

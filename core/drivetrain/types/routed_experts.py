@@ -89,6 +89,3 @@ class RoutedExperts:
         """Return the ids as nested lists, (tokens, layers, experts per token)."""
         found: list[list[list[int]]] = self.to_numpy().tolist()
         return found
-
-
-__all__ = ["RoutedExperts"]

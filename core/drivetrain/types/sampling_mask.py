@@ -201,6 +201,3 @@ def _starts_in(packed: bytes, vocab_size: int) -> list[int]:
     if 4 * at != len(packed):
         raise ValueError(f"{len(packed)} packed bytes do not end with a position: the last would end at byte {4 * at}")
     return starts
-
-
-__all__ = ["MaskForm", "SamplingMask", "form_of"]

@@ -178,6 +178,3 @@ def _integers(packed: bytes, *shape: int) -> NDArray[np.int32]:
     import numpy as np
 
     return np.frombuffer(packed, dtype="<i4").reshape(shape)
-
-
-__all__ = ["Scoring", "TokenScores"]

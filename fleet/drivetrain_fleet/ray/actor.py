@@ -142,6 +142,3 @@ class GpuKeeper:
     async def gpus(self) -> list[str]:
         """Return Ray's ids of the GPUs."""
         return [str(gpu) for gpu in ray.get_gpu_ids()]
-
-
-__all__ = ["EngineActor", "GpuKeeper", "Refusal"]

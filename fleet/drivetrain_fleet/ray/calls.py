@@ -20,6 +20,3 @@ def call(actor: ActorHandle[object], method: str, *arguments: object) -> Awaitab
     """Call a method of an actor."""
     called: Awaitable[object] = getattr(actor, method).remote(*arguments)
     return called
-
-
-__all__ = ["call", "make"]

@@ -85,6 +85,3 @@ class RayEngine:
             DeadlineExceeded: The actor did not answer in time.
         """
         return await attach(await self.handle(timeout=timeout))
-
-
-__all__ = ["RayEngine"]

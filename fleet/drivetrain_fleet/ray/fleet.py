@@ -181,6 +181,3 @@ class RayFleet(InferenceEngineClient):
             else:
                 return True
             await asyncio.sleep(_JOINING_PAUSE_S)
-
-
-__all__ = ["RayFleet"]

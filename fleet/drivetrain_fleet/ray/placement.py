@@ -180,6 +180,3 @@ def require_one_node(made: Sequence[Place], nodes: Mapping[int, str]) -> None:
                 "bundles of one node, or make the group with the strategy STRICT_PACK",
                 field="bundle_indices",
             )
-
-
-__all__ = ["Place", "check_amount", "gpus_of", "places", "require_one_node"]

@@ -297,6 +297,3 @@ class _Starting:
 def _strings(value: object) -> list[str]:
     assert isinstance(value, list)
     return value
-
-
-__all__ = ["RayEngines", "start_engines"]

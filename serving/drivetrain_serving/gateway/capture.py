@@ -80,13 +80,7 @@ class Capture:
 
     async def _whole(self, asked: Asked, responses: ChatResponses, gone: asyncio.Event) -> ChatCompletion:
         with asked.call.refusals():
-            output = await self._served.generate(
-                asked.call.prompts,
-                asked.call.params,
-                request_ids=asked.call.request_ids,
-                lora=asked.call.lora,
-                priority=asked.call.priority,
-            )
+            output = await self._served.generate(asked.call)
         response = responses.whole([_as_asked(one, asked) for one in output.completions])
         for completion, choice in zip(output.completions, response["choices"], strict=True):
             self._record(asked, completion, choice["message"], choice["finish_reason"], gone=gone.is_set())
@@ -111,16 +105,9 @@ class Capture:
         self, asked: Asked, responses: ChatResponses, pieces: asyncio.Queue[ChatChunk | None], gone: asyncio.Event
     ) -> None:
         messages: dict[int, Json] = {}
-        chunks = self._served.generate_stream(
-            asked.call.prompts,
-            asked.call.params,
-            request_ids=asked.call.request_ids,
-            lora=asked.call.lora,
-            priority=asked.call.priority,
-        )
         try:
             with asked.call.refusals():
-                async with aclosing(chunks):
+                async with aclosing(self._served.generate_stream(asked.call)) as chunks:
                     async for chunk in chunks:
                         made = list(responses.chunks(_as_asked(chunk, asked), asked.prepared.token_ids))
                         message = messages.setdefault(chunk.sample_index, {"role": "assistant", "content": ""})

@@ -111,6 +111,11 @@ class Generation:
     single: bool
     """True if the answer is an object, not a list."""
 
+    @property
+    def priority(self) -> int:
+        """Higher is sooner."""
+        return self.call.priority
+
 
 def read_generate(given: Mapping[str, object], vocab_size: int) -> Generation:
     """Read a request.

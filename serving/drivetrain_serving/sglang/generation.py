@@ -11,8 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from drivetrain.errors import InvalidRequest
-from drivetrain.text.prompt_threads import in_prompt_thread
-from drivetrain.types.prompts import Prompt, TokenPrompt
+from drivetrain.types.prompts import TokenPrompt
 from drivetrain_serving.http_layer.answers import event_stream, json_answer
 from drivetrain_serving.http_layer.bodies import read_json, unless_disconnected
 from drivetrain_serving.http_layer.error_statuses import PlainErrorBody
@@ -60,32 +59,21 @@ class GenerateRoute:
         asked = read_generate(body, engine.model_info.vocab_size)
         lora = await self._adapter(asked.lora)
         with asked.call.refusals():
-            prompts = tuple([await self._read(prompt, index) for index, prompt in enumerate(asked.prompts)])
+            prompts = tuple(
+                [await self._served.token_prompt(prompt, index) for index, prompt in enumerate(asked.prompts)]
+            )
         _check_starts(asked, prompts)
         asked = dataclasses.replace(asked, prompts=prompts, lora=lora)
         answers = GenerateAnswers(asked, engine, [len(prompt.token_ids) for prompt in prompts])
         if asked.body.stream:
             return await event_stream(self._events(asked, answers), stream_body, self._served.config.send_timeout)
         with asked.call.refusals(), self._known(asked):
-            output = await self._served.generate(
-                asked.prompts,
-                asked.params,
-                request_ids=asked.request_ids,
-                lora=asked.lora,
-                priority=asked.call.priority,
-            )
+            output = await self._served.generate(asked)
         return json_answer(answers.whole(output.completions))
 
     async def _events(self, asked: Generation, answers: GenerateAnswers) -> AsyncGenerator[Generated, None]:
-        chunks = self._served.generate_stream(
-            asked.prompts,
-            asked.params,
-            request_ids=asked.request_ids,
-            lora=asked.lora,
-            priority=asked.call.priority,
-        )
         with asked.call.refusals(), self._known(asked):
-            async with aclosing(chunks):
+            async with aclosing(self._served.generate_stream(asked)) as chunks:
                 async for chunk in chunks:
                     yield answers.event(chunk)
 
@@ -105,14 +93,6 @@ class GenerateRoute:
             if error.field != "model":
                 raise
             raise InvalidRequest(f"lora_path: no adapter {name!r} is loaded", field="lora_path") from None
-
-    async def _read(self, prompt: Prompt, index: int) -> TokenPrompt:
-        if isinstance(prompt, TokenPrompt):
-            return prompt
-        engine = self._served.engine
-        length = engine.model_info.context_length
-        ids = await in_prompt_thread(lambda: engine.tokenizer.encode(prompt, length, f"prompts[{index}]"))
-        return TokenPrompt.model_construct(token_ids=tuple(ids), media=())
 
 
 def _check_starts(asked: Generation, prompts: tuple[TokenPrompt, ...]) -> None:

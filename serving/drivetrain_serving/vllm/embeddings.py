@@ -18,7 +18,6 @@ from drivetrain.checks.safe_repr import shown
 from drivetrain.errors import InvalidRequest, UnsupportedCapability
 from drivetrain.openai.engine_calls import Call
 from drivetrain.openai.payloads import JsonPrompts, prompts_from_json
-from drivetrain.text.prompt_threads import in_prompt_thread
 from drivetrain.types.capability import Capability
 from drivetrain.types.config import Task
 from drivetrain.types.prompts import TextPrompt, TokenPrompt
@@ -78,7 +77,7 @@ class EmbeddingRoute:
                     f"{self._served.name!r}",
                     field="model",
                 )
-            prompts = [await self._read(prompt, index) for index, prompt in enumerate(asked.input)]
+            prompts = [await self._served.token_prompt(prompt, index) for index, prompt in enumerate(asked.input)]
             vectors = await engine.encode(prompts, dimensions=asked.dimensions)
         tokens = sum(len(prompt.token_ids) for prompt in prompts)
         answer: Embeddings = {
@@ -97,15 +96,6 @@ class EmbeddingRoute:
             "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
         }
         return json_answer(answer)
-
-    async def _read(self, prompt: TextPrompt | TokenPrompt, index: int) -> TokenPrompt:
-        """Return a prompt as token ids, which the answer counts."""
-        if isinstance(prompt, TokenPrompt):
-            return prompt
-        engine = self._served.engine
-        length = engine.model_info.context_length
-        ids = await in_prompt_thread(lambda: engine.tokenizer.encode(prompt, length, f"prompts[{index}]"))
-        return TokenPrompt.model_construct(token_ids=tuple(ids), media=())
 
 
 def read_embedding(body: Mapping[str, object]) -> tuple[EmbeddingRequest, Call]:

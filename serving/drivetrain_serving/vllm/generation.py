@@ -17,7 +17,6 @@ from drivetrain.openai.completion_answer import CompletionAnswer
 from drivetrain.openai.engine_calls import Call, chat_call, completion_call
 from drivetrain.openai.payloads import Payload
 from drivetrain.openai.token_texts import TokenTexts
-from drivetrain.text.prompt_threads import in_prompt_thread
 from drivetrain.types.outputs import Completion, CompletionChunk
 from drivetrain.types.prompts import Prompt, TokenPrompt
 from drivetrain_serving.http_layer.answers import event_stream, json_answer
@@ -180,13 +179,7 @@ class GenerationRoutes:
 
     async def _completed(self, call: Call) -> list[Completion]:
         with call.refusals():
-            output = await self._served.generate(
-                call.prompts,
-                call.params,
-                request_ids=call.request_ids,
-                lora=call.lora,
-                priority=call.priority,
-            )
+            output = await self._served.generate(call)
         return output.completions
 
     async def _scored(self, call: Call, asked: GenerateRequest, wanted: PromptScores) -> list[Completion]:
@@ -200,14 +193,7 @@ class GenerationRoutes:
                 scored = await engine.compute_logprobs([asked.token_ids], at=[at], last_n=len(at), lora=call.lora)
                 first, *others = await self._completed(call)
                 return [dataclasses.replace(first, scores=scored.completions[0].scores), *others]
-            output = await self._served.score_and_generate(
-                asked.token_ids,
-                wanted.at,
-                call.params,
-                request_ids=call.request_ids,
-                lora=call.lora,
-                priority=call.priority,
-            )
+            output = await self._served.score_and_generate(asked.token_ids, wanted.at, call)
         return output.completions
 
     # Streams -----------------------------------------------------------------------------------------------------
@@ -232,25 +218,13 @@ class GenerationRoutes:
 
     async def _read(self, prompt: Prompt, index: int) -> Prompt:
         """Return a prompt as token ids, which a stream's first chunk tells; one with media stays as it is."""
-        if isinstance(prompt, TokenPrompt) or prompt.media:
-            return prompt
-        engine = self._served.engine
-        length = engine.model_info.context_length
-        ids = await in_prompt_thread(lambda: engine.tokenizer.encode(prompt, length, f"prompts[{index}]"))
-        return TokenPrompt.model_construct(token_ids=tuple(ids), media=())
+        return prompt if prompt.media else await self._served.token_prompt(prompt, index)
 
     async def _pieces(
         self, call: Call, responses: Responses, ids: Sequence[Sequence[int] | None], include_usage: bool
     ) -> AsyncGenerator[Mapping[str, object], None]:
-        chunks = self._served.generate_stream(
-            call.prompts,
-            call.params,
-            request_ids=call.request_ids,
-            lora=call.lora,
-            priority=call.priority,
-        )
         with call.refusals():
-            async with aclosing(chunks):
+            async with aclosing(self._served.generate_stream(call)) as chunks:
                 async for chunk in chunks:
                     for piece in responses.chunks(chunk, ids[chunk.prompt_index]):
                         yield piece

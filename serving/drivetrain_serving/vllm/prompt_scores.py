@@ -69,6 +69,3 @@ class PromptScores:
         with io.BytesIO() as file:
             np.save(file, logprobs, allow_pickle=False)
             return base64.b64encode(file.getbuffer()).decode()
-
-
-__all__ = ["PromptScores"]

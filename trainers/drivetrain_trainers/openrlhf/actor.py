@@ -321,6 +321,3 @@ def _executor(agent_func_path: str | None, remote_rm_url: str | Sequence[str] | 
         )
     executor: _Executor = own()
     return executor
-
-
-__all__ = ["RolloutActor"]

@@ -150,6 +150,3 @@ def _logprobs(completion: Completion) -> list[dict[int, Logprob]] | None:
 
 def _without(ranked: Mapping[int, Logprob], token: int) -> dict[int, Logprob]:
     return {other: its for other, its in ranked.items() if other != token}
-
-
-__all__ = ["CompletionOutput", "Logprob", "RequestOutput", "request_output", "sampling_params"]

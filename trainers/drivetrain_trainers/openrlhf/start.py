@@ -177,6 +177,3 @@ def _run(work: Coroutine[Any, Any, _T]) -> _T:
     with ThreadPoolExecutor(1, thread_name_prefix="drivetrain-openrlhf") as threads:
         run: Callable[[Coroutine[Any, Any, _T]], _T] = asyncio.run
         return threads.submit(run, work).result()
-
-
-__all__ = ["CreateEngines", "create_engines_with"]

@@ -187,6 +187,3 @@ def _copied(handles: IpcHandles) -> torch.Tensor:
         f"CUDA IPC: the trainer shares memory of the GPUs {', '.join(handles) or 'none'}, and the engine's actor sees "
         f"{', '.join(seen) or 'none'}; put both on one GPU (--train.colocate_all), or let the trainer broadcast"
     )
-
-
-__all__ = ["IpcHandles", "TrainerWeights", "forms_bare_communicator"]

@@ -85,6 +85,3 @@ class EngineWeights:
         sync, self._sync = self._sync, None
         if sync is not None:
             self._engine.run(sync.close())
-
-
-__all__ = ["EngineWeights", "Settings"]

@@ -118,6 +118,3 @@ def async_rollouts(engine: EngineLike, *, cast: bool = False, **fields: object) 
             raise InvalidRequest(f"{field}: the engine has its configuration already; leave {field} out", field=field)
         return AsyncRollouts(engine, owned=False, cast=cast)
     return AsyncRollouts(sync_engine(engine, **fields), owned=True, cast=cast)
-
-
-__all__ = ["AsyncRollouts", "async_rollouts"]

@@ -217,6 +217,3 @@ def _failure(error: BaseException, rank: int) -> Failed:
         error = TrainerRankLost(f"it left the rollout with {told}; find out why, and start all ranks again", rank=rank)
     name, message, fields = to_wire(error)
     return Failed(name, f"on rank {rank} of the trainer: {message}", fields)
-
-
-__all__ = ["Facts", "TrainerRanks", "rank_here"]

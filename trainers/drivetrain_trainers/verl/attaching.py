@@ -18,6 +18,3 @@ async def attach_to(server: str) -> AttachedEngine:
     handle = await call(ray.get_actor(server), "handle", ray.get_runtime_context().get_node_id())
     assert isinstance(handle, EngineHandle)
     return await attach(handle)
-
-
-__all__ = ["attach_to"]

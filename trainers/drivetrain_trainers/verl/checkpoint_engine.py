@@ -93,6 +93,3 @@ async def joined(engines: Mapping[str, InferenceEngine]) -> InferenceEngine:
     fleet = InferenceEngineClient(engines, min_engines=len(engines))
     await fleet.start()
     return fleet
-
-
-__all__ = ["DirectPush", "joined"]

@@ -195,6 +195,3 @@ def _refuse_media(
             "leave it out",
             field="mm_processor_kwargs",
         )
-
-
-__all__ = ["EngineServer"]

@@ -40,6 +40,3 @@ def require_features() -> None:
             f"verl {version('verl')} has no {', '.join(lacking)}; the drivetrain rollout was seen to work with verl "
             f"{SEEN_WORKING}: pip install verl=={SEEN_WORKING}"
         )
-
-
-__all__ = ["missing_features", "require_features"]

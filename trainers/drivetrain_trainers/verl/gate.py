@@ -62,6 +62,3 @@ class Gate:
         """Admit requests again."""
         self._rejecting = False
         self._opened.set()
-
-
-__all__ = ["Gate"]

@@ -44,6 +44,3 @@ def aborted(version: str) -> TokenOutput:
 def step_of(version: str) -> int | None:
     """Return the trainer's step that a weight version names; None for the weights that the engine started with."""
     return int(version) if version.isascii() and version.isdecimal() else None
-
-
-__all__ = ["aborted", "step_of", "token_output"]

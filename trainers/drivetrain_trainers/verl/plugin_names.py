@@ -23,6 +23,3 @@ def server_name(replica_rank: int, kind: str = "", suffix: str = "") -> str:
         suffix: Appended by verl to tell several groups of replicas apart.
     """
     return "_".join(part for part in (ROLLOUT, "server", kind, str(replica_rank)) if part) + suffix
-
-
-__all__ = ["OPTIONS", "ROLLOUT", "SEEN_WORKING", "TEACHER", "server_name"]

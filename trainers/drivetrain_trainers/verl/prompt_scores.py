@@ -81,6 +81,3 @@ def _rows(completion: Completion, top_k: int) -> _Rows | None:
         return own, np.array(completion.prompt_logprobs[1:], dtype=np.float32)[:, None]
     tops = np.array((completion.prompt_top_logprobs or [None])[1:], dtype=np.float64).reshape(-1, top_k, 2)
     return tops[..., 0].astype(np.int32), tops[..., 1].astype(np.float32)
-
-
-__all__ = ["PROMPT_LOGPROBS", "score_fields", "scored", "top_k_of"]

@@ -118,6 +118,3 @@ def _from_loop(weights: AsyncIterator[tuple[str, torch.Tensor]], loop: asyncio.A
 def _drain(weights: Pairs) -> None:
     for _ in weights:
         pass
-
-
-__all__ = ["Pairs", "Pusher", "Weights", "push_and_gather"]

@@ -87,6 +87,3 @@ def _place_of(_: object) -> tuple[str, str]:
     context = ray.get_runtime_context()
     devices = context.get_accelerator_ids().get(get_platform().ray_resource_name()) or []
     return context.get_node_id(), str(devices[0]) if devices else ""
-
-
-__all__ = ["DrivetrainReplica"]

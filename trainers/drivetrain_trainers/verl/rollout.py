@@ -119,6 +119,3 @@ class DrivetrainRollout(BaseRollout):
         if self._engine is None:
             self._engine = await attach_to(server_name(self.replica_rank))
         return self._engine
-
-
-__all__ = ["PUSHED", "DrivetrainRollout", "server_of_this_process"]

@@ -138,6 +138,3 @@ def _logprobs(flag: object) -> int | None:
         f"sampling_params.logprobs={shown(flag)}: expected true or false; verl takes the sampled tokens' logprobs",
         field="sampling_params.logprobs",
     )
-
-
-__all__ = ["Lengths", "sampling_params"]

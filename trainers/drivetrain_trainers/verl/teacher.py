@@ -33,6 +33,3 @@ class TeacherConfig(DistillationTeacherModelConfig):
                 "their number",
                 field="distillation.distillation_loss.topk",
             )
-
-
-__all__ = ["TeacherConfig"]

@@ -41,6 +41,3 @@ def shapes_in_language_model(config: EngineConfig) -> Sequence[Shapes]:
 def _storage(tensor: torch.Tensor) -> int:
     storage: int = tensor.untyped_storage()._cdata
     return storage
-
-
-__all__ = ["Shapes", "shapes_in_language_model"]

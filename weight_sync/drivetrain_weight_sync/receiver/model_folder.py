@@ -68,6 +68,3 @@ def read_model_folder(config: EngineConfig) -> ModelFolder:
         fields=text.to_dict(),
         adaptable=[shapes] if text is whole else shapes_in_language_model(config),
     )
-
-
-__all__ = ["ModelFolder", "read_model_folder"]

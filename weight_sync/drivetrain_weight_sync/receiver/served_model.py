@@ -123,6 +123,3 @@ class ServedModel:
 def name_of_dtype(dtype: object) -> str:
     """Return the name of a torch dtype, such as ``"bfloat16"``."""
     return str(dtype).removeprefix("torch.")
-
-
-__all__ = ["ServedModel", "name_of_dtype"]

@@ -78,6 +78,3 @@ def merged(reports: Sequence[WeightReport]) -> WeightReport:
 
 def _any_of(names: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(itertools.chain.from_iterable(names)))
-
-
-__all__ = ["merged", "read_weight", "require_tensor", "tensor_data", "validate_weights"]

@@ -212,6 +212,3 @@ def _pieces(
         pieces.append(name)
         at += rows
     return pieces
-
-
-__all__ = ["LoadsAgain", "holders"]

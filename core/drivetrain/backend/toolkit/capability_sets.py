@@ -59,5 +59,3 @@ RECEIVED_WEIGHTS: Final = frozenset(
     }
 )
 """Weight updates through the receiver of ``drivetrain_weight_sync``, in one process of the engine or several."""
-
-__all__ = ["FREEZING", "LOGPROBS", "RECEIVED_WEIGHTS", "SAMPLING", "STOPS", "STRUCTURED_OUTPUT"]

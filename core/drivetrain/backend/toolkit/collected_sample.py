@@ -79,6 +79,3 @@ class CollectedSample:
         """
         ends = [*self._replaced, (version, math.inf)] if reported is None else reported
         return version_spans(ends, len(self.token_ids))
-
-
-__all__ = ["Added", "CollectedSample"]

@@ -44,6 +44,3 @@ def in_daemon_thread(call: Callable[[], _T], name: str) -> asyncio.Future[_T]:
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return future
-
-
-__all__ = ["in_daemon_thread"]

@@ -50,6 +50,3 @@ def source_mentions(package: str, path: str, words: str) -> bool:
     found = importlib.util.find_spec(package)
     files = (Path(root) / path for root in (found.submodule_search_locations if found is not None else None) or ())
     return any(file.is_file() and words in file.read_text(encoding="utf-8") for file in files)
-
-
-__all__ = ["release", "source_mentions", "warn_if_unseen"]

@@ -75,6 +75,3 @@ def _pooling(config: EngineConfig, fields: object) -> PoolingMode:
             field="model",
         )
     return found[0]
-
-
-__all__ = ["PoolingMode", "folder_pooling"]

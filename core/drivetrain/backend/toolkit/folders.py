@@ -22,6 +22,3 @@ def made_folder(directory: str, field: str) -> Path:
             f"{field}={shown(directory)}: no folder can be made there: {error}; name another", field=field
         ) from error
     return folder
-
-
-__all__ = ["made_folder"]

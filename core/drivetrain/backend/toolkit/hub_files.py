@@ -82,6 +82,3 @@ def fetch_files(config: EngineConfig, names: Iterable[str]) -> None:
         raise EngineStartError(
             f"{named}: there is no such folder, and the hub did not send the model's configuration: {error}"
         ) from error
-
-
-__all__ = ["cached_file", "fetch_files", "noting_missing_files"]

@@ -158,17 +158,3 @@ def served_context_length(config: EngineConfig, fields: Mapping[str, object], ow
     length = context_length_of(own, config.context_length)
     require_short_rope(length, fields, engine)
     return length
-
-
-__all__ = [
-    "check_model_folder",
-    "config_levels",
-    "experts_of",
-    "has_experts",
-    "levels_in",
-    "model_file",
-    "model_json",
-    "require_dense_for_adapters",
-    "require_files",
-    "served_context_length",
-]

@@ -65,6 +65,3 @@ def _remove_orphans(directory: Path, prefix: str) -> None:
         with suppress(OSError), lock.open("r+b") as file:  # removed meanwhile, or its owner is alive
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(lock.parent, ignore_errors=True)
-
-
-__all__ = ["OwnedFolder"]

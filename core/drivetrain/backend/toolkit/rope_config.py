@@ -102,6 +102,3 @@ def _ropes(fields: Mapping[str, object]) -> Iterator[Mapping[str, object]]:
 
 def _kind(rope: Mapping[str, object]) -> object:
     return rope.get("rope_type", rope.get("type"))
-
-
-__all__ = ["plain_rope", "require_plain_rope", "require_short_rope", "short_rope_length"]

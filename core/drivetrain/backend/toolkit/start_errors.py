@@ -17,6 +17,3 @@ def start_errors(engine: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise EngineStartError(f"{engine} failed to start: {type(error).__name__}: {error}") from error
-
-
-__all__ = ["start_errors"]

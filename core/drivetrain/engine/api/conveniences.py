@@ -13,7 +13,7 @@ from drivetrain.engine.api.description import DescriptionCalls
 from drivetrain.engine.api.generation import GenerationCalls
 from drivetrain.engine.api.pooling import PoolingCalls
 from drivetrain.engine.api.weights import WeightCalls
-from drivetrain.engine.request_builder import ParamsLike
+from drivetrain.engine.request_builder import CallOptions, ParamsLike
 from drivetrain.engine.scoring import ScoringCall
 from drivetrain.servers.weight_version import remote_weight_version
 from drivetrain.types.arguments import checked
@@ -128,15 +128,9 @@ class Conveniences(DescriptionCalls, GenerationCalls, ControlCalls, WeightCalls,
             params = {"max_new_tokens": 0, "prompt_logprobs": top_k}
         else:
             require("compute_logprobs() with at, temperature, last_n or sampling_params", Capability.SCORE_AT)
-        return await self.parts.generation.generate(
-            sequences,
-            params,
-            request_ids=request_ids,
-            lora=lora,
-            priority=priority,
-            timeout=timeout,
-            scored=None if by_lists else call,
-        )
+        options = CallOptions(request_ids, lora, priority, timeout=timeout)
+        scored = None if by_lists else call
+        return await self.parts.generation.generate(sequences, params, options, scored=scored)
 
     # Sleep -------------------------------------------------------------------------------------------------------
 

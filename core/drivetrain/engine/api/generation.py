@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from drivetrain.engine.api.page import Page
-from drivetrain.engine.request_builder import ParamsLike
+from drivetrain.engine.request_builder import CallOptions, ParamsLike
 from drivetrain.types.arguments import checked
 from drivetrain.types.modes import TurnMode
 from drivetrain.types.outputs import CompletionChunk, GenerationOutput
@@ -52,15 +52,8 @@ class GenerationCalls(Page):
             EngineDied: the engine's process ended.
             DeadlineExceeded: it took too long; the requests were aborted.
         """
-        return await self.parts.generation.generate(
-            prompts,
-            sampling_params,
-            request_ids=request_ids,
-            lora=lora,
-            priority=priority,
-            weight_version=weight_version,
-            timeout=timeout,
-        )
+        options = CallOptions(request_ids, lora, priority, weight_version, timeout)
+        return await self.parts.generation.generate(prompts, sampling_params, options)
 
     @checked
     async def generate_stream(
@@ -79,16 +72,8 @@ class GenerationCalls(Page):
         The chunks of a sample put together are exactly its completion, which its last chunk carries. Closing
         the generator early aborts what is still being generated.
         """
-        chunks = self.parts.generation.stream(
-            prompts,
-            sampling_params,
-            request_ids=request_ids,
-            lora=lora,
-            priority=priority,
-            weight_version=weight_version,
-            timeout=timeout,
-        )
-        async with aclosing(chunks):
+        options = CallOptions(request_ids, lora, priority, weight_version, timeout)
+        async with aclosing(self.parts.generation.stream(prompts, sampling_params, options)) as chunks:
             async for chunk in chunks:
                 yield chunk
 
@@ -118,15 +103,9 @@ class GenerationCalls(Page):
             weight_version: As in :meth:`generate`.
             timeout: As in :meth:`generate`.
         """
+        options = CallOptions(request_ids, weight_version=weight_version, timeout=timeout)
         return await self.parts.generation.generate_turn(
-            session_id,
-            prompts,
-            sampling_params,
-            parent_request_id=parent_request_id,
-            turn=turn,
-            request_ids=request_ids,
-            weight_version=weight_version,
-            timeout=timeout,
+            session_id, prompts, sampling_params, options, parent_request_id, turn
         )
 
     @checked
