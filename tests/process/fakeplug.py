@@ -10,6 +10,7 @@ import asyncio
 import ctypes
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -120,6 +121,12 @@ class FakeBackend(Backend):
                 traceback.print_exc()
             print(*(f"warning {number}" for number in range(200)), sep="\n")
             os._exit(7)
+        if self.trouble == "own group":
+            import torch.distributed
+
+            with socket.create_server(("127.0.0.1", 0)) as listening:
+                port = listening.getsockname()[1]
+            torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
         if self.trouble == "block start":
             time.sleep(600)
         if self.trouble == "long start":

@@ -10,6 +10,7 @@ import time
 import venv
 from collections.abc import Callable
 from pathlib import Path
+from typing import Final
 
 import psutil
 import pytest
@@ -30,6 +31,7 @@ from drivetrain import (
 )
 from drivetrain.backend import registry
 from drivetrain.backend.plugin_classes import plugin_manager
+from drivetrain.backend.toolkit.launcher_variables import outside_the_trainers_group
 from drivetrain.process import HostedBackend, handshake, probe, wire
 
 Ask = Callable[..., GenerateRequest]
@@ -269,3 +271,30 @@ def test_a_probe_of_something_that_is_no_host_is_refused(config_for: Config, tmp
     os.chmod(script, 0o755)
     with pytest.raises(WireError, match="answered the probe with b'hello"):
         probe(config_for(python=str(script)))
+
+
+TORCHRUN: Final = {
+    **{"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"},
+    **{"MASTER_PORT": "29500", "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "none"},
+}
+"""A part of the variables that torchrun sets for the first of two ranks."""
+
+
+@pytest.mark.parametrize("hosts", ["forked"])
+async def test_an_engine_of_a_trainer_under_torchrun_forms_a_group_of_its_own(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With these variables, torch before 2.14 waits for a store that nobody serves."""
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    await make("own group").start(print)
+
+
+def test_engines_that_start_in_the_trainers_process_see_no_launcher_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    with outside_the_trainers_group():
+        assert not TORCHRUN.keys() & os.environ.keys()
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "1"
+    assert {name: os.environ[name] for name in TORCHRUN} == TORCHRUN

@@ -23,6 +23,7 @@ from drivetrain.backend.base import (
 )
 from drivetrain.backend.toolkit.folder_pooling import folder_pooling
 from drivetrain.backend.toolkit.folders import made_folder
+from drivetrain.backend.toolkit.launcher_variables import outside_the_trainers_group
 from drivetrain.backend.toolkit.model_folder import (
     check_model_folder,
     config_levels,
@@ -179,7 +180,7 @@ class SGLangBackend(WorkerBackend[Collected]):
         os.environ.setdefault("NCCL_CUMEM_ENABLE", "-2")
         if Capability.SLEEP_CUDA_GRAPH in self.capabilities(self.config):
             os.environ["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"
-        with start_errors("SGLang"):
+        with start_errors("SGLang"), outside_the_trainers_group():
             info = self._start(report)
         await self.connect("SGLang's scheduler is gone")
         report("warming up")

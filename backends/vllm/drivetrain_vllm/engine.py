@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Final, cast
 from drivetrain.backend.base import GenerateRequest, ModelInfo, ReadMedium
 from drivetrain.backend.toolkit.folder_pooling import folder_pooling
 from drivetrain.backend.toolkit.folders import made_folder
+from drivetrain.backend.toolkit.launcher_variables import outside_the_trainers_group
 from drivetrain.backend.toolkit.model_folder import (
     check_model_folder,
     config_levels,
@@ -173,7 +174,7 @@ class VLLMBackend(WorkerBackend[Collected]):
         invite(self.listen())
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-        with start_errors("vLLM"):
+        with start_errors("vLLM"), outside_the_trainers_group():
             info = self._start(report)
         await self.connect("vLLM's engine core ended")
         if Capability.ROUTED_EXPERTS in self.capabilities(self.config):

@@ -15,6 +15,7 @@ import msgspec
 
 from drivetrain.backend.base import Backend, StopKind
 from drivetrain.backend.toolkit.hub_files import noting_missing_files
+from drivetrain.backend.toolkit.launcher_variables import without_launcher_variables
 from drivetrain.errors import DeadlineExceeded, DrivetrainError, EngineStartError, WireError
 from drivetrain.process.handshake import check_version, drivetrain_version, installed, portable
 from drivetrain.process.host_log import with_end_of_log
@@ -109,7 +110,7 @@ def probe(config: EngineConfig, python: str | None = None, *, deadline: float = 
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env={**os.environ, MARK: mark},
+            env={**without_launcher_variables(os.environ), MARK: mark},
             start_new_session=True,
         )
     except OSError as error:

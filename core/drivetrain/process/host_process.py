@@ -25,6 +25,7 @@ from typing import Final
 
 import psutil
 
+from drivetrain.backend.toolkit.launcher_variables import without_launcher_variables
 from drivetrain.errors import WireError
 from drivetrain.process.host_launcher import launch
 from drivetrain.process.host_log import HostLog
@@ -217,10 +218,10 @@ class HostProcess:
 
 
 def _environment(mark: str, scratch: str) -> dict[str, str]:
-    """Return the host's environment: ours, with the mark and a separate temporary folder."""
+    """Return the host's environment: ours without a launcher's variables, the mark and a separate temporary folder."""
     # Compiled kernels stay cached across engines.
     cache = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
-    ours = {"TORCHINDUCTOR_CACHE_DIR": str(cache), **os.environ}
+    ours = {"TORCHINDUCTOR_CACHE_DIR": str(cache), **without_launcher_variables(os.environ)}
     return {**ours, MARK: mark, SCRATCH: scratch, "TMPDIR": scratch}
 
 
