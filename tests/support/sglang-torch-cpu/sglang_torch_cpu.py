@@ -23,40 +23,15 @@ def mend() -> None:
         return
     _fork_schedulers()
     torch.compiler.set_stance("force_eager")  # saves twenty seconds of compiling a model split over ranks
+    import sglang_torch_cpu_fp8
     from sglang.srt.lora import layers
     from sglang.srt.lora.backend import torch_backend
 
-    _quantise_in_torch()
+    sglang_torch_cpu_fp8.use()
     unpinned = _WithoutPins()
     for module in (layers, torch_backend):
         vars(module)["torch"] = unpinned
     torch.Tensor.pin_memory = lambda self, *_, **__: self  # type: ignore[method-assign]
-
-
-def _quantise_in_torch() -> None:
-    """Quantise activations to fp8 by torch's operators: SGLang's own form of it is a Triton kernel."""
-    try:
-        from sglang.kernels.ops.quantization import fp8_kernel
-    except ImportError:  # older releases
-        from sglang.srt.layers.quantization import fp8_kernel
-    vars(fp8_kernel)["_per_token_group_quant_8bit"] = _GroupQuantisation()
-
-
-class _GroupQuantisation:
-    """Stands in for the kernel of that name, and is launched alike; each group of a row has its own scale."""
-
-    def __getitem__(self, grid: object) -> Any:
-        return self._launch
-
-    @staticmethod
-    def _launch(
-        x: Any, quantised: Any, scales: Any, stride: int, size: int, eps: float, *, bit8_min: float, bit8_max: float,
-        **_: object,
-    ) -> None:  # fmt: skip
-        groups = x.reshape(-1, size).float()
-        found = groups.abs().amax(1, keepdim=True).clamp_min(eps) / bit8_max
-        quantised.view(-1, size).copy_((groups * (1.0 / found)).clamp(bit8_min, bit8_max).to(quantised.dtype))
-        scales.view(-1, 1).copy_(found)
 
 
 def _fork_schedulers() -> None:

@@ -73,6 +73,25 @@ class LayerForm:
         form.values = {name: values for name, values in self.values.items() if name not in kept}
         return form
 
+    def before_quantisation(self, scales: Mapping[str, str], dtype: torch.dtype) -> LayerForm:
+        """Return the form that the layer would have if its quantised checkpoint were not quantised.
+
+        Args:
+            scales: For each quantised weight, the parameter of its scales, which the other form lacks.
+            dtype: Dtype of the weights in the other form.
+        """
+        form = LayerForm({}, self.kept)
+        form._held = {name: held for name, held in self._held.items() if name not in {*scales, *scales.values()}}
+        for name, own in self.parameters.items():
+            if name in scales:
+                form.parameters[name] = as_of(
+                    torch.empty_strided(own.shape, own.stride(), dtype=dtype, device="meta"), own
+                )
+            elif name not in scales.values():
+                form.parameters[name] = own
+        form.values = {name: values for name, values in self.values.items() if name in form.parameters}
+        return form
+
 
 class QuantisedParts:
     """The layers of a model that the engine converted.
@@ -219,11 +238,11 @@ def _with_parameters(layer: nn.Module, recorded: Mapping[str, torch.Tensor], kep
 
 
 def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
-    return _as_of(torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"), tensor)
+    return as_of(torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"), tensor)
 
 
-def _as_of(made: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Give a tensor another one's class and attributes, such as the loader of a parameter."""
+def as_of(made: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Give a new tensor another one's class and attributes, such as the loader of a parameter."""
     if isinstance(tensor, nn.Parameter):
         made = nn.Parameter(made, requires_grad=False)
     made.__class__ = tensor.__class__
@@ -237,7 +256,7 @@ def _laid_out(form: LayerForm, memory: torch.Tensor) -> dict[str, torch.Tensor]:
     begin = 0
     for name, own in form.parameters.items():
         flat = memory[begin : begin + _nbytes(own)].view(own.dtype)
-        found[name] = _as_of(flat.as_strided(own.shape, own.stride(), flat.storage_offset()), own)
+        found[name] = as_of(flat.as_strided(own.shape, own.stride(), flat.storage_offset()), own)
         begin += _padded_nbytes(own)
     return found
 
@@ -267,6 +286,3 @@ def _forms(held: Mapping[str, torch.Tensor]) -> dict[str, tuple[object, ...]]:
 
 def _described(held: Mapping[str, torch.Tensor]) -> str:
     return ", ".join(f"{name} {tuple(own.shape)} of {own.dtype}" for name, own in held.items())
-
-
-__all__ = ["Fresh", "LayerForm", "QuantisedParts", "device_of", "held_by"]
