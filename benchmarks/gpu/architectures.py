@@ -5,7 +5,8 @@
 
 For each architecture two tiny models are made with random weights in bfloat16: a base and a changed one. One engine is
 started from each. The base's engine then takes the changed policy, a module of transformers, through shared memory,
-must answer as the changed model's engine does, and takes the base's weights back through CUDA IPC. Answers are greedy
+must answer as the changed model's engine does, and takes the base's weights back through CUDA IPC, then the changed
+ones, five times over one connection. Answers are greedy
 tokens, their logprobs and the prompts' logprobs, asked for one request at a time. One line of JSON is printed for each
 architecture and step:
 
@@ -365,17 +366,32 @@ class Report:
             Path(self._file).write_text(json.dumps(self.lines, indent=2))
 
 
-async def push(args: argparse.Namespace, engine: InferenceEngine, module: Any, strategy: str, wanted: Answers) -> Any:
-    """Push a module's weights and compare what the engine says then."""
+async def push(
+    args: argparse.Namespace, engine: InferenceEngine, module: Any, strategy: str, wanted: Answers, *, times: int = 1
+) -> Any:
+    """Push a module's weights and compare what the engine says then.
+
+    With ``times``, which is odd, they are pushed so often, every second time with other signs: from the second time on,
+    an engine on a GPU replays its copies.
+    """
     source = module.to(args.device) if strategy == "cuda_ipc" else module
     async with WeightSync.connect(source, engine, strategy=strategy) as sync:
         try:
             result = await sync.push(version=strategy)
+            for _ in range(1, times):
+                _negate(source)
+                result = await sync.push(version=strategy)
         except REFUSALS as error:
             kind = "failed" if engine.state.value == "dirty" else "refused"
             return {"verdict": kind, "reason": said(error)}
         found = compared(await answers(engine), wanted)
         return {**found, "tensors": result.tensors}
+
+
+@torch.no_grad()
+def _negate(module: torch.nn.Module) -> None:
+    for parameter in module.parameters():
+        parameter.neg_()
 
 
 async def sweep(args: argparse.Namespace, report: Report, architecture: str, policy: Policy) -> None:
@@ -406,7 +422,7 @@ async def sweep(args: argparse.Namespace, report: Report, architecture: str, pol
                 step = "cuda_ipc"
                 say(step, **await push(args, first, policy.base_module, step, before))
                 step = "cuda_ipc again"
-                say(step, **await push(args, first, policy.module, "cuda_ipc", wanted))
+                say(step, **await push(args, first, policy.module, "cuda_ipc", wanted, times=5))
     except asyncio.CancelledError:
         say(step, verdict="failed", reason=f"not over after {args.minutes:g} minutes")
         raise
