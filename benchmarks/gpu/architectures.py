@@ -1,11 +1,12 @@
 """Pushes of a bfloat16 policy to engines of many architectures, compared with engines that were loaded afresh.
 
     python benchmarks/gpu/architectures.py {sglang,vllm} [--only llama deepseek_v3 …] [--beside 5] [--minutes 8]
-        [--json FILE] [--python PATH] [--device cpu] [--engine-kwargs JSON]
+        [--json FILE] [--python PATH] [--device cpu] [--engine-kwargs JSON] [--blocks]
 
 For each architecture two tiny models are made with random weights in bfloat16: a base and a changed one. One engine is
 started from each. The base's engine then takes the changed policy, a module of transformers, through shared memory,
-must answer as the changed model's engine does, and takes the base's weights back through CUDA IPC. Answers are greedy
+must answer as the changed model's engine does, and takes the base's weights back through CUDA IPC, then the changed
+ones, five times over one connection. Answers are greedy
 tokens, their logprobs and the prompts' logprobs, asked for one request at a time. One line of JSON is printed for each
 architecture and step:
 
@@ -15,6 +16,9 @@ architecture and step:
 
 ``--engine-kwargs`` are more of the engine's own, such as ``{"quantization": "fp8_per_channel"}``: an engine that
 quantises must answer as one that quantised the changed model as it loaded it.
+
+``--blocks`` writes the models in fp8 with one scale for each 128 x 128 block, as SGLang wants them; the policy that is
+pushed is in bfloat16, and the engine quantises it in the update.
 
 ``--python`` names the interpreter of an environment that holds the engine. On a CPU only shared memory is used, and
 SGLang's attention in plain torch does not run MLA.
@@ -38,11 +42,13 @@ from typing import Any, Final
 import torch
 import transformers
 from engine_fields import sglang_fields, vllm_fields
+from safetensors.torch import load_file, save_file
 
 from drivetrain import InferenceEngine, SamplingParams, create_engine
 from drivetrain.errors import InvalidWeights, UnsupportedCapability, WeightPlanMismatch, WeightSyncError
 from drivetrain.testing import byte_tokenizer
 from drivetrain_weight_sync import WeightSync
+from drivetrain_weight_sync.tensors.block_quantisation import quantise_blocks
 
 REFUSALS: Final = (WeightPlanMismatch, InvalidWeights, UnsupportedCapability, WeightSyncError)
 TOLERANCE: Final = 0.02
@@ -100,6 +106,7 @@ ARCHITECTURES: Final[dict[str, dict[str, Any]]] = {
         "sliding_window": 32,
         "layer_types": ["sliding_attention", "full_attention"],
     },
+    "qwen3": {**_GROUPED, "head_dim": 64},
     "qwen3_moe": {**_GROUPED, **_EXPERTS, "head_dim": 64, "num_experts": 16},
     "deepseek_v2": {
         **_MLA,
@@ -220,7 +227,7 @@ class Policy:
     base_module: transformers.PreTrainedModel
 
 
-def make(architecture: str, root: Path) -> Policy:
+def make(architecture: str, root: Path, *, blocks: bool) -> Policy:
     """Write both models to folders beneath ``root``."""
     fields = ARCHITECTURES[architecture]
     config = transformers.AutoConfig.for_model(architecture, **fields)
@@ -231,6 +238,9 @@ def make(architecture: str, root: Path) -> Policy:
     changed = _save(_shaken(model, 0.3, alike=True), root / architecture / "changed", fields)
     base_model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     base_model.load_state_dict(kept)
+    if blocks:
+        in_blocks(base)
+        in_blocks(changed)
     return Policy(base, changed, model.to(torch.bfloat16).eval(), base_model.to(torch.bfloat16).eval())
 
 
@@ -261,6 +271,25 @@ def _save(model: transformers.PreTrainedModel, folder: Path, fields: dict[str, A
         config["pad_token_id"] = fields["pad_token_id"]
     file.write_text(json.dumps(config, indent=2))
     return folder
+
+
+def in_blocks(folder: Path) -> None:
+    """Quantise the matrices of a folder's layers, except those of routers."""
+    for file in folder.glob("*.safetensors"):
+        made: dict[str, torch.Tensor] = {}
+        for name, tensor in load_file(file).items():
+            if tensor.ndim == 2 and ".layers." in name and not name.endswith(".gate.weight"):
+                made[name], made[f"{name}_scale_inv"] = quantise_blocks(tensor)
+            else:
+                made[name] = tensor
+        save_file(made, file, {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
 
 
 def engine_of(args: argparse.Namespace, architecture: str, folder: Path) -> InferenceEngine:
@@ -337,17 +366,32 @@ class Report:
             Path(self._file).write_text(json.dumps(self.lines, indent=2))
 
 
-async def push(args: argparse.Namespace, engine: InferenceEngine, module: Any, strategy: str, wanted: Answers) -> Any:
-    """Push a module's weights and compare what the engine says then."""
+async def push(
+    args: argparse.Namespace, engine: InferenceEngine, module: Any, strategy: str, wanted: Answers, *, times: int = 1
+) -> Any:
+    """Push a module's weights and compare what the engine says then.
+
+    With ``times``, which is odd, they are pushed so often, every second time with other signs: from the second time on,
+    an engine on a GPU replays its copies.
+    """
     source = module.to(args.device) if strategy == "cuda_ipc" else module
     async with WeightSync.connect(source, engine, strategy=strategy) as sync:
         try:
             result = await sync.push(version=strategy)
+            for _ in range(1, times):
+                _negate(source)
+                result = await sync.push(version=strategy)
         except REFUSALS as error:
             kind = "failed" if engine.state.value == "dirty" else "refused"
             return {"verdict": kind, "reason": said(error)}
         found = compared(await answers(engine), wanted)
         return {**found, "tensors": result.tensors}
+
+
+@torch.no_grad()
+def _negate(module: torch.nn.Module) -> None:
+    for parameter in module.parameters():
+        parameter.neg_()
 
 
 async def sweep(args: argparse.Namespace, report: Report, architecture: str, policy: Policy) -> None:
@@ -378,7 +422,7 @@ async def sweep(args: argparse.Namespace, report: Report, architecture: str, pol
                 step = "cuda_ipc"
                 say(step, **await push(args, first, policy.base_module, step, before))
                 step = "cuda_ipc again"
-                say(step, **await push(args, first, policy.module, "cuda_ipc", wanted))
+                say(step, **await push(args, first, policy.module, "cuda_ipc", wanted, times=5))
     except asyncio.CancelledError:
         say(step, verdict="failed", reason=f"not over after {args.minutes:g} minutes")
         raise
@@ -396,7 +440,7 @@ async def measure(args: argparse.Namespace) -> int:
         async with beside:
             try:
                 async with making:  # models are drawn from torch's random state
-                    policy = await asyncio.to_thread(make, architecture, root)
+                    policy = await asyncio.to_thread(make, architecture, root, blocks=args.blocks)
             except Exception as error:
                 report.line(args.backend, architecture, "model", {"verdict": "failed", "reason": said(error)})
                 return
@@ -424,6 +468,7 @@ def main() -> None:
     parser.add_argument("--python", help="interpreter of the engine's environment")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--engine-kwargs", type=json.loads, default={}, metavar="JSON", help="more of the engine's own")
+    parser.add_argument("--blocks", action="store_true", help="engines of checkpoints in fp8 blocks")
     args = parser.parse_args()
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)

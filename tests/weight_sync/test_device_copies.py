@@ -73,12 +73,19 @@ def test_a_pace_rests_between_parts_and_can_be_ended(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "script", ["interpreted_adapters.py", "interpreted_copies.py", "interpreted_updates.py", "interpreted_staging.py"]
+    "script",
+    [
+        "interpreted_adapters.py",
+        "interpreted_conversions.py",
+        "interpreted_copies.py",
+        "interpreted_updates.py",
+        "interpreted_staging.py",
+    ],
 )
 def test_copies_and_digests_are_those_of_torch(script: str) -> None:
     """Run in a new process, as Triton decides at import if it interprets."""
     run = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name(f"interpreted_{script}.py"))],
+        [sys.executable, str(Path(__file__).with_name(script))],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,

@@ -67,6 +67,7 @@ from drivetrain_sglang.translate import (
     carries_scores,
     engine_arguments,
     fitting,
+    is_in_blocks,
     labels_tokens,
     refuse_latent_attention,
     request_fields,
@@ -76,7 +77,7 @@ from drivetrain_sglang.translate import (
 )
 from drivetrain_weight_sync.receiver.plain_adapters import PlainAdapters
 from drivetrain_weight_sync.receiver.served_model import ServedModel, name_of_dtype
-from drivetrain_weight_sync.receiver.worker_backend import WorkerBackend, device_type_of
+from drivetrain_weight_sync.receiver.worker_backend import OF_PLAIN_WEIGHTS, WorkerBackend, device_type_of
 
 _MEMORY_SAVERS: Final = frozenset(
     {
@@ -129,6 +130,8 @@ class SGLangBackend(WorkerBackend[Collected]):
     def capabilities(cls, config: EngineConfig) -> frozenset[Capability]:
         """Return the capabilities of SGLang with the in-engine plugin."""
         claimed = set(super().capabilities(config))
+        if is_in_blocks(config_levels(config.model)):
+            claimed -= OF_PLAIN_WEIGHTS
         if config.deterministic:
             claimed -= _RECOMPUTED
         if carries_masks():

@@ -154,6 +154,16 @@ def labels_tokens() -> bool:
     return source_mentions("sglang", "srt/utils/weight_versions.py", "class WeightVersionSpan")
 
 
+def is_in_blocks(levels: Iterable[Mapping[str, object]]) -> bool:
+    """Return whether a checkpoint is in fp8 with a scale for each block of a weight.
+
+    Args:
+        levels: Fields of the model's ``config.json``, as ``config_levels`` returns them.
+    """
+    quantisations = [level.get("quantization_config") for level in levels]
+    return any(isinstance(one, Mapping) and one.get("weight_block_size") is not None for one in quantisations)
+
+
 def refuse_latent_attention(arguments: Mapping[str, object], levels: Iterable[Mapping[str, object]]) -> None:
     """Refuse a model with multi-head latent attention (MLA) for SGLang's attention in plain torch.
 

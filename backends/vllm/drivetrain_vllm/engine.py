@@ -75,9 +75,6 @@ from drivetrain_weight_sync.receiver.worker_backend import WorkerBackend, device
 _MEMORY_SAVERS: Final = frozenset({Capability.SLEEP_WEIGHTS, Capability.SLEEP_KV_CACHE, Capability.SLEEP_KEEPS_WEIGHTS})
 """Capabilities that vLLM's sleep allocator provides on a GPU."""
 
-_OF_PLAIN_WEIGHTS: Final = frozenset({Capability.READ_WEIGHTS, Capability.SAVE_SHARDED, Capability.SAVE_REMOTE})
-"""Capabilities that need unquantised weights: of quantised ones, the engine keeps no checkpoint copy."""
-
 _LOOK_S: Final = 0.2
 """Interval at which the engine core is checked."""
 _LONGEST_SOCKET_FOLDER: Final = 60
@@ -127,8 +124,6 @@ class VLLMBackend(WorkerBackend[Collected]):
         claimed = set(super().capabilities(config)) | {Capability.PROMPT_RANKS}
         if carries_masks():
             claimed.add(Capability.SAMPLING_MASK)
-        if config.engine_kwargs.get("quantization") is not None:
-            claimed -= _OF_PLAIN_WEIGHTS
         is_on_cpu = device_type_of(config) == "cpu"
         if config.engine_kwargs.get(ROUTED_EXPERTS) and config.task is Task.GENERATE and has_experts(config):
             if not is_on_cpu:

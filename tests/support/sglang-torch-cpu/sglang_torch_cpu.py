@@ -23,9 +23,11 @@ def mend() -> None:
         return
     _fork_schedulers()
     torch.compiler.set_stance("force_eager")  # saves twenty seconds of compiling a model split over ranks
+    import sglang_torch_cpu_fp8
     from sglang.srt.lora import layers
     from sglang.srt.lora.backend import torch_backend
 
+    sglang_torch_cpu_fp8.use()
     unpinned = _WithoutPins()
     for module in (layers, torch_backend):
         vars(module)["torch"] = unpinned

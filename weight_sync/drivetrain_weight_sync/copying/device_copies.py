@@ -254,14 +254,20 @@ class DeviceCopies:
         if pace is not None:
             self._launch_paced(pace)
         elif self.device.type != "cuda" or self._launches == 1:
-            self._launch_all()
+            self.enqueue()
         else:
             if self._graph is None:
-                self._graph = self._captured()
+                self._graph = captured(self.device, self.enqueue)
             self._graph.replay()
+        return self.launched()
+
+    def launched(self) -> Launched:
+        """Return the results of the copies enqueued last."""
         return Launched(self._order, self.names, self._ends, self._result, self.device)
 
-    def _launch_all(self) -> None:
+    @torch.no_grad()
+    def enqueue(self) -> None:
+        """Launch the kernels alone; a caller may capture them into a CUDA graph of its own."""
         self._found.zero_()
         for kind, table in self._tables:
             self._run(table, kind)
@@ -284,19 +290,6 @@ class DeviceCopies:
         if self._result is not self._found:
             self._result.copy_(self._found, non_blocking=True)
 
-    def _captured(self) -> torch.cuda.CUDAGraph:
-        # torch.cuda.graph() would first collect garbage and free memory, which takes longer than many updates.
-        graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(side):
-            graph.capture_begin(capture_error_mode="thread_local")
-            try:
-                self._launch_all()
-            finally:
-                graph.capture_end()
-        torch.cuda.current_stream(self.device).wait_stream(side)
-        return graph
-
     def _run(self, table: torch.Tensor, kind: _Kind) -> None:
         from drivetrain_weight_sync.copying.device_kernel import copy_and_fold
 
@@ -315,6 +308,21 @@ class DeviceCopies:
             PAIRS=kind.pairs,
             num_warps=_WARPS,
         )
+
+
+def captured(device: torch.device, enqueue: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """Capture into a CUDA graph what a function enqueues; nothing is run."""
+    # torch.cuda.graph() would first collect garbage and free memory, which takes longer than many updates.
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            enqueue()
+        finally:
+            graph.capture_end()
+    torch.cuda.current_stream(device).wait_stream(side)
+    return graph
 
 
 class Launched:

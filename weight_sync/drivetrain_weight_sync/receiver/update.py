@@ -93,23 +93,27 @@ class Update:
         done = self._target.load_again(place, self._kept.proved)
         if len(done) < sum(len(self.plan.buckets[index].tensors) for index in indices):
             tensors = itertools.chain.from_iterable(reader.tensors(index) for index in indices)
-            rest = ((name, tensor) for name, tensor in tensors if name not in done)
-            self._target.load(self._recording_digests(rest, self._kept.proved), place=None if done else place)
+            rest = [(name, tensor) for name, tensor in tensors if name not in done]
+            fixed = {name: tensor for name, tensor in rest if isinstance(tensor, torch.Tensor)}
+            digested = frozenset() if done else self._target.digests_converted(fixed, place)
+            trusted = digested | self._kept.proved - self._target.converted
+            self._target.load(self._recording_digests(iter(rest), trusted), place=None if done else place)
         self._loaded.update(indices)
 
     def _recording_digests(
-        self, tensors: Iterator[tuple[str, torch.Tensor | Patch]], proved: Set[str] = frozenset()
+        self, tensors: Iterator[tuple[str, torch.Tensor | Patch]], trusted: Set[str] = frozenset()
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors with patches applied; record digests of partial and converted ones for :meth:`verify`.
 
-        On a GPU, converted tensors are filled once all tensors were asked for: one launch copies and digests them.
+        The target digests those in ``trusted``. On a GPU, other converted tensors are filled once all tensors were
+        asked for: one launch copies and digests them.
         """
         copies: list[DeviceCopy] = []
         for name, tensor in tensors:
             if isinstance(tensor, Patch):
                 yield name, self._patched(name, tensor)
                 continue
-            if name in proved:
+            if name in trusted:
                 yield name, tensor
                 continue
             if name in self._target.converted:
@@ -162,7 +166,7 @@ class Update:
         on_the_way = self._target.expect(self._digests)
         # The digest of a copy does not cover its destination: read each tensor back once, then trust that its copies
         # arrive.
-        trusted = self._kept.proved & on_the_way
+        trusted = (self._kept.proved | self._target.converted) & on_the_way
         names = [name for name in self._digests if name not in trusted and name not in self._converted]
         self._target.finish()
         differ = self._target.differing()

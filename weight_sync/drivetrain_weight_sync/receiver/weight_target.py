@@ -49,6 +49,13 @@ class WeightTarget(Protocol):
         """Return the tensors that hold a checkpoint tensor's values: itself, or the engine's forms made from it."""
         ...
 
+    def digests_converted(self, tensors: Mapping[str, torch.Tensor], place: Hashable) -> Set[str]:
+        """Return the names of :attr:`converted` that :meth:`load` with this key itself copies and digests.
+
+        The caller digests the others, and gives copies of them.
+        """
+        ...
+
     def load_again(self, place: Hashable, among: Set[str]) -> Set[str]:
         """Replay the digested copies of an earlier load with this key; return the names of their tensors.
 
@@ -133,6 +140,10 @@ class ModuleTarget:
     def forms_of(self, name: str) -> list[torch.Tensor]:
         """Return the parameter or buffer itself."""
         return [self.read(name)]
+
+    def digests_converted(self, tensors: Mapping[str, torch.Tensor], place: Hashable) -> Set[str]:
+        """Return an empty set: nothing is converted."""
+        return frozenset()
 
     def load_again(self, place: Hashable, among: Set[str]) -> Set[str]:
         """Return an empty set: no copy is digested."""

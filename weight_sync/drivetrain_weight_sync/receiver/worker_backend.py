@@ -63,6 +63,8 @@ _ALWAYS: Final = (
         Capability.REWARD_SCORE,
     }
 )
+OF_PLAIN_WEIGHTS: Final = frozenset({Capability.READ_WEIGHTS, Capability.SAVE_SHARDED, Capability.SAVE_REMOTE})
+"""Capabilities that need unquantised weights: of quantised ones, the engine keeps no checkpoint copy."""
 _HELD: Final = "drivetrain-adapter-"
 """Beginning of the path of an adapter that the workers hold in memory."""
 _LAST_STEP_S: Final = 10.0
@@ -112,6 +114,8 @@ class WorkerBackend(WorkerRequests[S]):
             claimed.add(Capability.SAVE_REMOTE)
         if config.tensor_parallel_size > 1:
             claimed -= {Capability.SAVE_SHARDED, Capability.SAVE_REMOTE}
+        if config.engine_kwargs.get("quantization") is not None:
+            claimed -= OF_PLAIN_WEIGHTS
         return frozenset(claimed)
 
     @abstractmethod

@@ -1,35 +1,288 @@
-"""Parts of a model that an engine quantises or repacks for its kernels after loading.
+"""Layers that an engine quantises or repacks for its kernels after loading.
 
-Their tensors are not copies of the trainer's, so an update cannot copy into them. It passes all checkpoint tensors of a
-part to the engine, which converts them in place.
+Their tensors are not copies of the trainer's, so an update cannot copy into them. It fills fresh memory of the form
+that the engine's loader filled, has the engine convert that, and copies the results to the old addresses, which CUDA
+graphs refer to. One layer is converted at a time: the extra memory is that of the largest.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+import math
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from contextlib import ExitStack, contextmanager
+from typing import Any, Final, cast
 
 import torch
 from torch import nn
 
+from drivetrain.errors import WeightSyncError
+from drivetrain_weight_sync.tensors.storages import storage_of
+from drivetrain_weight_sync.tracing.loader_trace import LoadWeights
+from drivetrain_weight_sync.tracing.rebuilt_objects import put_back
 
-class QuantisedParts(ABC):
-    """The engine's own way to reload converted parts."""
+_ALIGNMENT: Final = 512
+"""Bytes to which torch aligns GPU memory; kernels may choose other code for less."""
+_SMALL: Final = 1 << 16
+"""Bytes of a parameter whose first values are recorded, too: a scale that no checkpoint holds keeps them."""
+_OWN: Final = frozenset({"_parameters", "_buffers", "_modules"})
 
-    @abstractmethod
-    def as_loaded(self) -> AbstractContextManager[object]:
+Fresh = Callable[[torch.Tensor], torch.Tensor]
+"""Finds the fresh memory of a part of a recorded parameter."""
+
+
+class LayerForm:
+    """The parameters of a layer as its loader fills them, before the engine converts them.
+
+    Args:
+        parameters: Parameters by name; their classes, attributes and shapes are kept, and small ones' values.
+        kept: Names of parameters that never belong to the form, such as a bias that is made later.
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor], kept: Collection[str] = ()) -> None:
+        self.parameters: dict[str, torch.Tensor] = {name: _without_memory(held) for name, held in parameters.items()}
+        """The same parameters on the meta device."""
+        self.values: dict[str, torch.Tensor] = {
+            name: held.detach().clone()
+            for name, held in parameters.items()
+            if not held.is_meta and held.nbytes <= _SMALL
+        }
+        """First values of small parameters."""
+        self.kept: Set[str] = frozenset(kept)
+        self._held = {name: weakref.ref(held) for name, held in parameters.items()}
+
+    @classmethod
+    def of(cls, layer: nn.Module) -> LayerForm:
+        """Record a layer's own parameters."""
+        return cls({name: held for name, held in layer._parameters.items() if held is not None})
+
+    def is_of(self, layer: nn.Module) -> bool:
+        """Return whether the layer has parameters of these names, dtypes and shapes."""
+        held = {name: own for name, own in layer._parameters.items() if own is not None and name not in self.kept}
+        return _forms(held) == _forms(self.parameters)
+
+    def without_kept(self, layer: nn.Module) -> LayerForm:
+        """Return the form without the parameters that the layer still has as the same objects."""
+        kept = {
+            name
+            for name, own in self._held.items()
+            if (held := own()) is not None and held is layer._parameters.get(name)
+        }
+        form = LayerForm({}, self.kept | kept)
+        form.parameters = {name: own for name, own in self.parameters.items() if name not in kept}
+        form.values = {name: values for name, values in self.values.items() if name not in kept}
+        return form
+
+    def before_quantisation(self, scales: Mapping[str, str], dtype: torch.dtype) -> LayerForm:
+        """Return the form that the layer would have if its quantised checkpoint were not quantised.
+
+        Args:
+            scales: For each quantised weight, the parameter of its scales, which the other form lacks.
+            dtype: Dtype of the weights in the other form.
+        """
+        form = LayerForm({}, self.kept)
+        form._held = {name: held for name, held in self._held.items() if name not in {*scales, *scales.values()}}
+        for name, own in self.parameters.items():
+            if name in scales:
+                form.parameters[name] = as_of(
+                    torch.empty_strided(own.shape, own.stride(), dtype=dtype, device="meta"), own
+                )
+            elif name not in scales.values():
+                form.parameters[name] = own
+        form.values = {name: values for name, values in self.values.items() if name in form.parameters}
+        return form
+
+
+class QuantisedParts:
+    """The layers of a model that the engine converted.
+
+    Args:
+        forms: Layers as they were before; those that are still of this form are left out.
+        convert: Converts a layer whose parameters are of the recorded form, as the engine does after loading.
+        load_weights: The loader of the engine's model.
+    """
+
+    def __init__(
+        self,
+        forms: Mapping[nn.Module, LayerForm],
+        convert: Callable[[nn.Module], object],
+        load_weights: LoadWeights,
+    ) -> None:
+        self._forms = {layer: form.without_kept(layer) for layer, form in forms.items() if not form.is_of(layer)}
+        self._convert = convert
+        self._load_weights = load_weights
+        self._places = {
+            storage_of(own): (layer, name)
+            for layer, form in self._forms.items()
+            for name, own in form.parameters.items()
+        }
+        """Layer and parameter by the storage of its recorded form."""
+
+    @contextmanager
+    def as_loaded(self) -> Iterator[None]:
         """Restore, within the context, the parameters that the loader fills, as meta tensors."""
+        with ExitStack() as stack:
+            for layer, form in self._forms.items():
+                stack.enter_context(_with_parameters(layer, form.parameters, form.kept))
+            yield
 
-    @abstractmethod
     def part_of(self, destination: torch.Tensor) -> nn.Module:
-        """Return the part that owns a tensor filled by the loader; only within :meth:`as_loaded`."""
+        """Return the layer that owns a meta tensor of :meth:`as_loaded`."""
+        return self._places[storage_of(destination)][0]
 
-    @abstractmethod
+    def nbytes(self, part: nn.Module) -> int:
+        """Return the bytes of fresh memory that a layer's recorded form takes."""
+        return sum(map(_padded_nbytes, self._forms[part].parameters.values()))
+
+    def fresh(self, part: nn.Module, memory: torch.Tensor) -> Fresh:
+        """Return where each part of the layer's recorded form lies in ``memory``, bytes on the layer's device."""
+        held = _laid_out(self._forms[part], memory)
+        return lambda destination: _same_part(held[self._places[storage_of(destination)][1]], destination)
+
+    @contextmanager
+    def anew(self, part: nn.Module, memory: torch.Tensor | None = None) -> Iterator[Fresh]:
+        """Let the caller fill a layer's fresh memory, then convert it.
+
+        Args:
+            part: The layer.
+            memory: At least :meth:`nbytes` bytes, which hold nothing afterwards; None: memory is allocated.
+
+        Raises:
+            WeightSyncError: the engine made tensors of another form than the first time; the layer keeps its own.
+        """
+        form = self._forms[part]
+        if memory is None:
+            memory = torch.empty(self.nbytes(part), dtype=torch.uint8, device=device_of(part))
+        held = _laid_out(form, memory)
+        for name, values in form.values.items():
+            held[name].data.copy_(values)
+        before = {name: own for name, own in part._parameters.items() if own is not None}
+        with _Others(part) as others:
+            with _with_parameters(part, held, form.kept):
+                yield lambda destination: _same_part(held[self._places[storage_of(destination)][1]], destination)
+                self._convert(part)
+                made = {name: own for name, own in part._parameters.items() if own is not None}
+            if _forms(made) != _forms(before):
+                raise WeightSyncError(
+                    f"the engine converted a {type(part).__name__} to {_described(made)} instead of "
+                    f"{_described(before)} when it was loaded again, which weight sync does not support"
+                )
+            for name, own in before.items():
+                if made[name] is not own:
+                    own.data.copy_(made[name].data)
+            others.take_values()
+
     def load(self, parts: Sequence[nn.Module], weights: Mapping[str, torch.Tensor]) -> None:
-        """Reload parts from all their checkpoint tensors and convert them; their tensors keep their addresses."""
+        """Have the engine's loader fill layers from all their checkpoint tensors, and convert them."""
+        with ExitStack() as stack:
+            for part in parts:
+                stack.enter_context(self.anew(part))
+            self._load_weights(weights.items())
+
+
+class _Others:
+    """What a conversion may replace beside parameters: buffers, and attributes of the layer and its quantisation."""
+
+    def __init__(self, part: nn.Module) -> None:
+        self._part = part
+        method: Any = getattr(part, "quant_method", None)
+        owners = [part, method] if hasattr(method, "__dict__") else [part]
+        self._attributes = [
+            (owner, {name: value for name, value in vars(owner).items() if name not in _OWN}) for owner in owners
+        ]
+        self._buffers = dict(part._buffers)
+
+    def __enter__(self) -> _Others:
+        return self
+
+    def take_values(self) -> None:
+        """Give the old objects the values of the new ones."""
+        for name, buffer in self._buffers.items():
+            new = self._part._buffers.get(name)
+            if buffer is not None and new is not None and new is not buffer:
+                buffer.copy_(new)
+        for owner, attributes in self._attributes:
+            put_back(owner, attributes)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._part._buffers.clear()
+        self._part._buffers.update(self._buffers)
+        if kind is not None:
+            for owner, attributes in self._attributes:
+                vars(owner).update(attributes)
 
 
 def held_by(part: nn.Module) -> list[torch.Tensor]:
     """Return the tensors that a part computes with."""
     return [*part.parameters(recurse=False), *part.buffers(recurse=False)]
+
+
+def device_of(part: nn.Module) -> torch.device:
+    """Return the device of a layer's own parameters."""
+    return next(part.parameters(recurse=False)).device
+
+
+@contextmanager
+def _with_parameters(layer: nn.Module, recorded: Mapping[str, torch.Tensor], kept: Set[str]) -> Iterator[None]:
+    """Replace the parameters that are not kept by recorded ones; the layer has its own again afterwards."""
+    before = dict(layer._parameters)
+    for name, held in before.items():
+        if held is not None and name not in kept:
+            del layer._parameters[name]
+    layer._parameters.update(cast("Mapping[str, nn.Parameter]", recorded))
+    try:
+        yield
+    finally:
+        layer._parameters.clear()
+        layer._parameters.update(before)
+
+
+def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
+    return as_of(torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"), tensor)
+
+
+def as_of(made: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Give a new tensor another one's class and attributes, such as the loader of a parameter."""
+    if isinstance(tensor, nn.Parameter):
+        made = nn.Parameter(made, requires_grad=False)
+    made.__class__ = tensor.__class__
+    vars(made).update(vars(tensor))
+    return made
+
+
+def _laid_out(form: LayerForm, memory: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return tensors of a form in memory, each aligned."""
+    found: dict[str, torch.Tensor] = {}
+    begin = 0
+    for name, own in form.parameters.items():
+        flat = memory[begin : begin + _nbytes(own)].view(own.dtype)
+        found[name] = as_of(flat.as_strided(own.shape, own.stride(), flat.storage_offset()), own)
+        begin += _padded_nbytes(own)
+    return found
+
+
+def _same_part(held: torch.Tensor, destination: torch.Tensor) -> torch.Tensor:
+    data = held.data
+    offset = int(data.storage_offset()) + int(destination.storage_offset())
+    return data.as_strided(destination.shape, destination.stride(), offset)
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    """Return the bytes from a tensor's first element to its last."""
+    if not tensor.numel():
+        return 0
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.itemsize
+
+
+def _padded_nbytes(tensor: torch.Tensor) -> int:
+    return math.ceil(_nbytes(tensor) / _ALIGNMENT) * _ALIGNMENT
+
+
+def _forms(held: Mapping[str, torch.Tensor]) -> dict[str, tuple[object, ...]]:
+    # A difference in strides alone needs no conversion: a copy handles it.
+    return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in held.items()}
+
+
+def _described(held: Mapping[str, torch.Tensor]) -> str:
+    return ", ".join(f"{name} {tuple(own.shape)} of {own.dtype}" for name, own in held.items())

@@ -22,9 +22,10 @@ from drivetrain_weight_sync.copying.device_copies import DeviceCopies, DeviceCop
 from drivetrain_weight_sync.tensors.checkpoint_names import listed
 from drivetrain_weight_sync.tensors.dtypes import dtype_name, dtype_of
 from drivetrain_weight_sync.tensors.storages import storage_of
+from drivetrain_weight_sync.tracing.conversion import Conversion
 from drivetrain_weight_sync.tracing.derived_tensors import Derived
 from drivetrain_weight_sync.tracing.loader_trace import Copy, LoaderTrace, LoadWeights, trace_loader
-from drivetrain_weight_sync.tracing.quantised_parts import QuantisedParts, held_by
+from drivetrain_weight_sync.tracing.quantised_parts import QuantisedParts, device_of, held_by
 
 _MOST_BATCHES: Final = 1024
 """Most tables of addresses kept. One describes a bucket or a whole update, and arenas seldom move."""
@@ -72,6 +73,8 @@ class TracedTarget:
         self._addresses: tuple[int, ...] = ()
         """Addresses of the engine's tensors when the batches were made."""
         self._launched: list[Launched] = []
+        self._conversions: dict[Hashable, Conversion] = {}
+        """By stable-address key of the tensors that they read."""
         self.derived: Derived | None = None
         """Tensors that the engine computes from its weights; recomputed after each update."""
         self._load_weights = load_weights
@@ -91,6 +94,8 @@ class TracedTarget:
             if spec.name in recording.names
         ]
         self._copies = {name: found for name, found in recording.copies.items() if name not in self._parts_of}
+        self._fills = {name: recording.copies[name] for name in self._parts_of if name in recording.copies}
+        """Copies into the recorded form of converted parts."""
         self._specs = {spec.name: spec for spec in tensors}
         aliases = {name: main for name, main in checkpoint.aliases.items() if main in self._specs}
         self._manifest = WeightManifest(tuple(tensors), aliases)
@@ -189,19 +194,21 @@ class TracedTarget:
         self._launched = []
         addresses = tuple([address() for address in self._addresses_of])
         if addresses != self._addresses:
-            self._batches, self._addresses = {}, addresses
+            self._batches, self._conversions, self._addresses = {}, {}, addresses
 
     @torch.no_grad()
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]], *, place: Hashable = None) -> None:
         """Replay the copies of these tensors, and have the engine load those that it keeps in another form."""
         own: dict[str, torch.Tensor] = {}
+        conversion = self._conversions.get(place)
+        itself: Set[str] = frozenset() if conversion is None else conversion.names
 
         def whole() -> Iterator[tuple[str, torch.Tensor]]:
             for name, tensor in tensors:
-                if self._own(name) in self._parts_of:
-                    own[self._own(name)] = tensor
-                else:
+                if self._own(name) not in self._parts_of:
                     yield name, tensor.contiguous()
+                elif name not in itself:
+                    own[self._own(name)] = tensor
 
         if self._at_once and place is not None:
             self._load_at_once(list(whole()), place)
@@ -209,21 +216,76 @@ class TracedTarget:
             for name, tensor in whole():
                 for copy in self._ways(name):
                     copy.destination.copy_(copy.part_of(tensor))
+        if conversion is not None:
+            self._launched += conversion.launch()
         computed = {name: own.pop(name) for name in self._computed & own.keys()}
         if computed:
             self._load_weights(computed.items())
         if own:
-            assert self._converter is not None
-            parts = dict.fromkeys(part for name in own for part in self._parts_of[name])
-            self._converter.load(list(parts), own)
+            self._convert(own)
+
+    def _convert(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Fill the parts that are made from these tensors, and have the engine convert them."""
+        assert self._converter is not None
+        parts = list(dict.fromkeys(part for name in tensors for part in self._parts_of[name]))
+        if not self._fills.keys() >= tensors.keys():
+            self._converter.load(parts, tensors)
+            return
+        for part in parts:
+            with self._converter.anew(part) as fresh:
+                for name in self.converted_parts[part]:
+                    whole = tensors[name].contiguous()
+                    for copy in self._fills_of(name, part):
+                        fresh(copy.destination).copy_(copy.part_of(whole))
+
+    def _fills_of(self, name: str, part: nn.Module) -> list[Copy]:
+        assert self._converter is not None
+        return [copy for copy in self._fills[name] if self._converter.part_of(copy.destination) is part]
+
+    def digests_converted(self, tensors: Mapping[str, torch.Tensor], place: Hashable) -> Set[str]:
+        """Return the converted tensors that one kernel for each part can copy and digest on a GPU."""
+        self._conversions.pop(place, None)
+        parts = [part for part, names in self.converted_parts.items() if tensors.keys() >= set(names)]
+        if self._converter is None or not self._at_once or not parts:
+            return frozenset()
+        device = device_of(parts[0])
+        memory = torch.empty(max(map(self._converter.nbytes, parts)), dtype=torch.uint8, device=device)
+        copies: dict[nn.Module, list[DeviceCopy]] = {}
+        for part in parts:
+            fresh = self._converter.fresh(part, memory)
+            names = self.converted_parts[part]
+            if not self._fills.keys() >= set(names) or any(len(self._parts_of[name]) > 1 for name in names):
+                continue
+            of_names = [
+                _at_once(
+                    name,
+                    tensors[name],
+                    [replace(copy, destination=fresh(copy.destination)) for copy in self._fills_of(name, part)],
+                )
+                for name in names
+            ]
+            if all(of_names):
+                copies[part] = [copy for of_name in of_names for copy in of_name]
+        if not copies:
+            return frozenset()
+        if len(self._conversions) >= _MOST_BATCHES:
+            self._conversions.clear()
+        self._conversions[place] = made = Conversion(self._converter, copies, memory)
+        return made.names
 
     def load_again(self, place: Hashable, among: Set[str]) -> Set[str]:
-        """Replay the copies of an earlier load with this key."""
-        batch = self._batches.get(place)
-        if batch is None or not among >= batch.names:
+        """Replay the copies of an earlier load with this key, and convert what is made from them."""
+        batch, conversion = self._batches.get(place), self._conversions.get(place)
+        names: Set[str] = frozenset() if batch is None else batch.names
+        if conversion is not None:
+            names |= conversion.names
+        if not names or not among >= names:
             return frozenset()
-        self._launched.append(batch.launch())
-        return batch.names
+        if batch is not None:
+            self._launched.append(batch.launch())
+        if conversion is not None:
+            self._launched += conversion.launch()
+        return names
 
     def _ways(self, name: str) -> list[Copy]:
         own = self._own(name)

@@ -34,6 +34,7 @@ def activate() -> None:
         failed_requests,
         multimodal_hooks,
         prompt_scores,
+        quantised_layers,
         sampler,
         scheduler_calls,
     )
@@ -42,5 +43,6 @@ def activate() -> None:
     failed_requests.register()
     prompt_scores.register()
     expert_records.register()
+    quantised_layers.register()
     scheduler_calls.register()
     multimodal_hooks.register()

@@ -26,12 +26,14 @@ from drivetrain.types.weights import (
 from drivetrain_sglang.in_engine.adapters import load_held
 from drivetrain_sglang.in_engine.expert_records import collect, layers_with_experts
 from drivetrain_sglang.in_engine.multimodal_hooks import forget_embeddings
+from drivetrain_sglang.in_engine.quantised_layers import quantised_layers
 from drivetrain_sglang.in_engine.request_cache import of_request
 from drivetrain_weight_sync.receiver.checkpoint_manifest import checkpoint_of, eos_of_checkpoint
 from drivetrain_weight_sync.receiver.cpu_sleep import HostMemory
 from drivetrain_weight_sync.receiver.rank_weights import RankWeights
 from drivetrain_weight_sync.receiver.request_arrivals import Arrivals
 from drivetrain_weight_sync.tracing.derived_tensors import AfterLoading
+from drivetrain_weight_sync.tracing.quantised_parts import QuantisedParts
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -114,6 +116,10 @@ class Worker(RankWeights):
             if compute is not None and not any(not of or name.startswith(f"{of}.") for of in outer):
                 outer.append(name)
                 yield AfterLoading(name or "the model", module, compute)
+
+    def converted(self) -> QuantisedParts:
+        """Return the layers that SGLang quantised, or packed for its kernels."""
+        return quantised_layers(self.model, self._served.dtype, self.load_weights)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> object:
         """Load tensors as SGLang does, but skip :meth:`after_loading`: an update runs it once all are loaded."""

@@ -17,13 +17,14 @@ from drivetrain.types.modes import MemoryTag
 from drivetrain.types.weights import WeightManifest
 from drivetrain_vllm.in_engine.adapters import load_held
 from drivetrain_vllm.in_engine.gpu_sleep import DeviceMemory
-from drivetrain_vllm.in_engine.quantised_layers import QuantisedLayers
+from drivetrain_vllm.in_engine.quantised_layers import quantised_layers
 from drivetrain_vllm.in_engine.weight_layouts import without_lora
 from drivetrain_vllm.translate import KEEPS_WEIGHTS
 from drivetrain_weight_sync.receiver.checkpoint_manifest import checkpoint_of
 from drivetrain_weight_sync.receiver.cpu_sleep import HostMemory
 from drivetrain_weight_sync.receiver.rank_weights import RankWeights
 from drivetrain_weight_sync.tracing.derived_tensors import AfterLoading
+from drivetrain_weight_sync.tracing.quantised_parts import QuantisedParts
 
 
 class Worker(RankWeights):
@@ -85,9 +86,9 @@ class Worker(RankWeights):
         """Have vLLM's manager of adapters look among the held ones first."""
         load_held(self._runner.lora_manager, self.adapters)
 
-    def converted(self) -> QuantisedLayers:
+    def converted(self) -> QuantisedParts:
         """Return the layers that vLLM quantised, or packed for its kernels."""
-        return QuantisedLayers(self.model, self._worker.model_config, self.load_weights)
+        return quantised_layers(self.model, self._worker.vllm_config, self.load_weights)
 
     def after_loading(self) -> Iterable[AfterLoading]:
         """Return the steps to run after loading: splitting MLA's projection, and steps that some models add."""

@@ -1,4 +1,4 @@
-"""Objects that vLLM makes anew when it converts a layer: CUDA graphs read memory at the addresses of the old ones."""
+"""Objects that an engine makes anew when it converts a layer; CUDA graphs read memory at the old ones' addresses."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from drivetrain_vllm.in_engine.quantised_layers import put_back
+from drivetrain_weight_sync.tracing.rebuilt_objects import put_back
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,103 @@
+"""Fill layers that an engine quantises from tensors at stable addresses, and convert them, in one CUDA graph."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from drivetrain_weight_sync.copying.device_copies import DeviceCopies, DeviceCopy, Launched, captured
+from drivetrain_weight_sync.tracing.quantised_parts import QuantisedParts
+
+_log = logging.getLogger(__name__)
+
+
+class Conversion:
+    """Layers that are filled and converted again and again while the tensors keep their addresses.
+
+    Each tensor is read once from the sender's memory: one kernel copies it to memory that all layers share in turn, and
+    digests it. The engine's own code converts that copy, which mostly lies in the GPU's cache.
+
+    Args:
+        parts: Converts the layers.
+        copies: For each layer, the copies that fill it, as :class:`DeviceCopies` takes them.
+        memory: Bytes in which the copies' destinations lie.
+    """
+
+    def __init__(
+        self, parts: QuantisedParts, copies: Mapping[nn.Module, Sequence[DeviceCopy]], memory: torch.Tensor
+    ) -> None:
+        self._parts = parts
+        self._memory = memory
+        self._filled = {part: DeviceCopies(of_part) for part, of_part in copies.items()}
+        self.names: frozenset[str] = frozenset().union(*(batch.names for batch in self._filled.values()))
+        """Tensors that are copied and digested."""
+        self._launches = 0
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._is_captured = memory.is_cuda
+        """Whether a graph is captured at the second launch."""
+
+    @torch.no_grad()
+    def launch(self) -> Iterable[Launched]:
+        """Fill and convert all layers; return the digests of what was copied.
+
+        From the second launch on, a CUDA graph is replayed, unless the engine's code waits for the GPU.
+        """
+        self._launches += 1
+        if self._launches == 1:
+            # A capture that fails leaves torch's allocator in disorder, so look first for what makes it fail.
+            waits = _waits_in(self._enqueue) if self._is_captured else ()
+            if waits:
+                _log.warning(
+                    "the engine waits for the GPU while it converts weights, so no graph is made: %s", waits[0]
+                )
+                self._is_captured = False
+            elif not self._is_captured:
+                self._enqueue()
+        elif self._is_captured:
+            if self._graph is None:
+                self._graph = captured(self._memory.device, self._enqueue)
+            self._graph.replay()
+        else:
+            self._enqueue()
+        return [batch.launched() for batch in self._filled.values()]
+
+    def _enqueue(self) -> None:
+        with _NumbersOnDevice():
+            for part, batch in self._filled.items():
+                with self._parts.anew(part, self._memory):
+                    batch.enqueue()
+
+
+class _NumbersOnDevice(TorchFunctionMode):
+    """Makes tensors of single numbers where they are asked for, instead of copying them there and waiting."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if (
+            func is torch.tensor
+            and kwargs.get("device") is not None
+            and type(args[0] if args else None) in (int, float)
+        ):
+            return torch.full((), *args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _waits_in(enqueue: Callable[[], object]) -> Sequence[str]:
+    """Run a function, and return where it waited for the GPU."""
+    mode = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            enqueue()
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+    return [f"{one.filename}:{one.lineno}" for one in caught if "synchronizing CUDA" in str(one.message)]
