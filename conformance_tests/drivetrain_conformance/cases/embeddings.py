@@ -70,14 +70,19 @@ async def the_pooling_of_the_folder_is_applied_or_refused(bench: Bench) -> None:
     """A folder whose sentence-transformers files ask for the mean of all tokens' states gets it, or is refused.
 
     So does one whose files ask for the first token's state. Several poolings, an unknown one, or a further layer are
-    refused.
+    refused. A deterministic engine gives a prompt the same vector alone and beside others, to the last bit.
     """
+    fields = {"deterministic": True} if bench.create().supports(Capability.DETERMINISTIC) else {}
     for mode, pooled in _POOLED.items():
         folder = _with_pooling(bench, mode)
         with suppress(InvalidConfig):
-            async with bench.open(model=str(folder)) as engine:
+            async with bench.open(model=str(folder), **fields) as engine:
                 prompts = [bench.prompt(length, engine) for length in (3, 1, 24)]
-                vectors = _directions(np.array(await engine.encode(prompts)))
+                together = await engine.encode(prompts)
+                if fields:
+                    alone = [await engine.encode_single(prompt) for prompt in prompts]
+                    assert alone == together, "a vector of a deterministic engine depends on the prompts beside it"
+                vectors = _directions(np.array(together))
                 wanted = np.array([pooled(states) for states in _states_of(bench, prompts, folder)])
                 cosines = (vectors * _directions(wanted)).sum(axis=1)
                 assert cosines.min() > 1 - bench.tolerance(engine), (

@@ -42,6 +42,7 @@ _HOT: Final = 8.0
 _FLAT: Final = 1000.0
 _STREAM: Final = 20
 """Tokens of the samples whose random numbers are compared with each other."""
+_SEED_BITS: Final = 63
 _LIKELY: Final = 0.92
 """Probability of the most likely token where the others' are looked at, which ``_HOT`` makes nearly equal."""
 _MOST_BIASES: Final = 4096
@@ -524,7 +525,20 @@ async def another_seed_draws_otherwise(bench: Bench) -> None:
     drawn = [await bench.engine.generate(prompts, one) for one in params]
     _assert_differ([sample for output in drawn for sample in _by_sample(output)])
     await _check_a_crowd_differs(bench, seed=7)
+    await _check_every_bit_of_a_seed_counts(bench)
     await _check_streams_do_not_overlap(bench)
+
+
+async def _check_every_bit_of_a_seed_counts(bench: Bench) -> None:
+    """Check that seeds which differ in one bit alone draw differently, whichever bit it is."""
+    seed = bench.rng.getrandbits(_SEED_BITS)
+    fields = {"max_new_tokens": 16, "temperature": _HOT, "ignore_eos": bench.claims(Capability.IGNORE_EOS)}
+    params = [
+        SamplingParams.model_validate({**fields, "seed": each})
+        for each in (seed, *(seed ^ 1 << bit for bit in range(_SEED_BITS)))
+    ]
+    samples = _ids(await bench.engine.generate([bench.prompt()] * len(params), params))
+    _assert_differ([tuple(ids) for ids in samples if len(ids) == 16])
 
 
 async def _check_streams_do_not_overlap(bench: Bench) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import regex
 
 from drivetrain.types.capability import Capability
@@ -26,7 +27,7 @@ from drivetrain.types.sampling import (
 from drivetrain_conformance.engine_model.replay import Live, proceed, settle
 from drivetrain_conformance.engine_model.strategies import EBNF_AS_REGEX, SCHEMA_AS_REGEX, Batch
 from drivetrain_conformance.harness.testbench import Bench, NoOracle
-from drivetrain_conformance.references.oracle import Logits, log_softmax, possible_ranks
+from drivetrain_conformance.references.oracle import HiddenStatesOracle, Logits, log_softmax, possible_ranks
 from drivetrain_conformance.references.reference_masks import check_mask
 from drivetrain_conformance.references.reference_sampling import Step, steps
 from drivetrain_conformance.references.reference_stops import Ending, expected_ending
@@ -260,7 +261,8 @@ def _check_against_oracle(
         return
     tolerance = bench.tolerance()
     # Penalties and low temperatures magnify errors of logits.
-    slack = 4 * tolerance / min(1.0, params.temperature or 1.0)
+    penalty = max(params.repetition_penalty, 1 / params.repetition_penalty)
+    slack = max(4.0, penalty) * tolerance / min(1.0, params.temperature or 1.0)
     prompt = completion.prompt_token_ids
     for at, value in enumerate(completion.prompt_logprobs or ()):
         if value is not None:
@@ -275,6 +277,7 @@ def _check_against_oracle(
     for at, top in enumerate(completion.prompt_top_logprobs or ()):
         if top is not None:
             _check_likeliest(top, prompt_rows[at - 1], slack, f"prompt token {at}")
+    _check_states(bench, completion, model)
     # The reference does not cover grammars.
     known = params.structured_output is None
     for at, step in enumerate(steps(completion, rows, params, tolerance, _stop_ids(bench, params))):
@@ -299,6 +302,20 @@ def _check_against_oracle(
         assert least - slack <= value <= most + slack, (
             f"token {at} ({token}) has logprob {value:.5f} in mode {mode.value}, not {least:.5f} to {most:.5f}"
         )
+
+
+def _check_states(bench: Bench, completion: Completion, model: Path | None) -> None:
+    """Check that hidden states are those of an independent forward pass."""
+    oracle = bench.oracle(model)
+    if not completion.hidden_states or not isinstance(oracle, HiddenStatesOracle):
+        return
+    found, before = np.array(completion.hidden_states), len(completion.prompt_token_ids)
+    rows = oracle.hidden_states([*completion.prompt_token_ids, *completion.token_ids])
+    expected = rows[before - 1 : before - 1 + len(found)]
+    # A logprob's tolerance suits numbers around one; hidden states can be of any size.
+    allowed = bench.tolerance() * max(1.0, float(np.abs(expected).max()))
+    off = float(np.abs(found - expected).max())
+    assert off <= allowed, f"a hidden state is off by {off:.3g}; {allowed:.3g} is allowed"
 
 
 def _check_alternatives(

@@ -10,6 +10,7 @@ fewer and shorter prompts, greedy sampling, no field set.
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
@@ -34,6 +35,36 @@ from drivetrain.types.sampling import (
 
 _T = TypeVar("_T")
 
+LONGEST: Final = 480
+"""Most tokens of a drawn prompt, and of a drawn output."""
+_FINEST: Final = 1000
+
+# Numbers -------------------------------------------------------------------------------------------------------------
+
+
+def numbers(low: float, high: float) -> SearchStrategy[float]:
+    """Draw numbers of three digits, each order of magnitude as often as any other.
+
+    Few of them survive a conversion to 16 bits, so that an engine that rounds a field is found.
+    """
+    return st.integers(0, _FINEST).map(lambda step: float(f"{low * (high / low) ** (step / _FINEST):.3g}"))
+
+
+def counts(low: int, high: int) -> SearchStrategy[int]:
+    """Draw whole numbers, each order of magnitude as often as any other."""
+    return numbers(low, high).map(round)
+
+
+def signed(high: float) -> SearchStrategy[float]:
+    """Draw numbers of either sign up to ``high``, and 0."""
+    return st.just(0.0) | numbers(high / 100, high) | numbers(high / 100, high).map(lambda number: -number)
+
+
+def sometimes(usual: SearchStrategy[_T], rare: SearchStrategy[_T], odds: int = 8) -> SearchStrategy[_T]:
+    """Draw from ``rare`` once in ``odds`` times."""
+    return st.integers(1, odds).flatmap(lambda one: rare if one == odds else usual)
+
+
 # Prompts -------------------------------------------------------------------------------------------------------------
 
 _CHARACTERS: Final = "aeiou nst ABC 0129 .,;:!?\n\t'\"<>{}[]()/\\|-_ éßñ Ωж 漢字 نص עב 🙂👩‍🚀🇫🇷 ́ ﬁ ½"
@@ -41,9 +72,11 @@ _CHARACTERS: Final = "aeiou nst ABC 0129 .,;:!?\n\t'\"<>{}[]()/\\|-_ éßñ Ωж
 
 
 def token_prompts(ids: Sequence[int]) -> SearchStrategy[TokenPrompt]:
-    """Draw prompts of these token ids."""
+    """Draw prompts of these token ids; some are long, and repeat a few ids over and over."""
     chosen = st.lists(st.sampled_from(ids), min_size=1, max_size=24).map(tuple)
-    return st.builds(TokenPrompt, token_ids=chosen)
+    lengths = sometimes(st.just(0), counts(24, LONGEST))
+    repeated = st.builds(lambda few, length: (few * max(length, 1))[: max(length, len(few))], chosen, lengths)
+    return st.builds(TokenPrompt, token_ids=repeated)
 
 
 def texts(max_length: int = 24) -> SearchStrategy[str]:
@@ -136,9 +169,10 @@ def sampling_params(
         maybe("return_prompt_ranks", st.just(True), Capability.PROMPT_RANKS)
     if Capability.SCORE_TOKENS in capabilities and draw(st.integers(0, 15)) == 15:
         return SamplingParams.model_validate({**fields, "max_new_tokens": 0})
-    fields["max_new_tokens"] = most = draw(st.integers(1, max_tokens) | st.just(max_tokens))
+    usual = st.integers(1, max_tokens) | st.just(max_tokens)
+    fields["max_new_tokens"] = most = draw(sometimes(usual, counts(max_tokens, LONGEST)))
     fields["n"] = draw(st.integers(1, 3))
-    fields["temperature"] = temperature = draw(st.just(0.0) | st.floats(0.25, 2.0, width=16))
+    fields["temperature"] = temperature = draw(st.just(0.0) | sometimes(numbers(0.25, 2.0), numbers(0.01, 100.0), 4))
     maybe("skip_special_tokens", st.just(False))
     modes = [mode for mode, capability in MODE_CAPABILITY.items() if capability in capabilities]
     wants_logprobs: bool = draw(st.booleans())
@@ -150,20 +184,21 @@ def sampling_params(
     maybe("return_prompt_routed_experts", st.just(True), Capability.PROMPT_ROUTED_EXPERTS)
     maybe("return_sampling_mask", st.just(True), Capability.SAMPLING_MASK)
     maybe("seed", st.integers(0, 2**63 - 1) | st.integers(0, 3), Capability.SEED)
-    maybe("top_k", st.integers(1, 8), Capability.TOP_K)
-    maybe("top_p", st.floats(0.0625, 1.0, width=16), Capability.TOP_P)
-    maybe("min_p", st.floats(0.0, 1.0, width=16), Capability.MIN_P)
+    maybe("top_k", st.integers(1, 8) | counts(1, len(vocabulary)), Capability.TOP_K)
+    maybe("top_p", numbers(0.01, 1.0), Capability.TOP_P)
+    maybe("min_p", st.just(0.0) | numbers(0.001, 1.0), Capability.MIN_P)
     # A grammar itself says where output ends and what may be drawn; fields that contradict it have no correct result.
     grammars = [grammar for capability, grammar in _GRAMMARS if capability in capabilities]
     if grammars and maybe("structured_output", st.sampled_from(grammars)):
         return SamplingParams.model_validate(fields)
     maybe("min_new_tokens", st.integers(0, most), Capability.MIN_NEW_TOKENS)
     maybe("ignore_eos", st.just(True), Capability.IGNORE_EOS)
-    maybe("repetition_penalty", st.floats(0.5, 2.0, width=16), Capability.REPETITION_PENALTY)
-    maybe("frequency_penalty", st.floats(-2.0, 2.0, width=16), Capability.FREQUENCY_PENALTY)
-    maybe("presence_penalty", st.floats(-2.0, 2.0, width=16), Capability.PRESENCE_PENALTY)
-    maybe("logit_bias", st.dictionaries(ids, st.floats(-8, 8, width=16), max_size=3), Capability.LOGIT_BIAS)
-    maybe("stop_token_ids", _few(ids), Capability.STOP_TOKEN_IDS)
+    maybe("repetition_penalty", sometimes(numbers(0.5, 2.0), numbers(0.1, 10.0), 4), Capability.REPETITION_PENALTY)
+    maybe("frequency_penalty", signed(2.0), Capability.FREQUENCY_PENALTY)
+    maybe("presence_penalty", signed(2.0), Capability.PRESENCE_PENALTY)
+    biases = sometimes(_few(ids), _many(vocabulary))
+    maybe("logit_bias", biases.flatmap(_biased), Capability.LOGIT_BIAS)
+    maybe("stop_token_ids", sometimes(_few(ids), _many(vocabulary)), Capability.STOP_TOKEN_IDS)
     strings = st.sampled_from(stops) | st.lists(st.sampled_from(stops), min_size=2, max_size=3).map("".join)
     either: str = draw(st.sampled_from(("", "", "", "strings", "expressions", "both")))
     stop = either in ("strings", "both") and always("stop", _few(strings), Capability.STOP_STRINGS)
@@ -171,7 +206,8 @@ def sampling_params(
     stop_regex = either in ("expressions", "both") and always("stop_regex", expressions, Capability.STOP_REGEX)
     if stop or stop_regex:
         fields["include_stop_str_in_output"] = draw(st.booleans())
-    maybe("logit_processors", _processors(ids, heated=temperature > 0), Capability.LOGIT_PROCESSORS)
+    some = sometimes(_few(ids), _many(vocabulary))
+    maybe("logit_processors", _processors(some, heated=temperature > 0), Capability.LOGIT_PROCESSORS)
     if any(
         isinstance(one, ActionMask) and set(one.allowed_token_ids) <= {*fields.get("stop_token_ids", ())}
         for one in fields.get("logit_processors", ())
@@ -185,15 +221,29 @@ def _few(items: SearchStrategy[_T]) -> SearchStrategy[tuple[_T, ...]]:
     return st.lists(items, min_size=1, max_size=6, unique=True).map(tuple)
 
 
-def _processors(ids: SearchStrategy[int], *, heated: bool) -> SearchStrategy[tuple[LogitProcessor, ...]]:
+def _many(vocabulary: Sequence[int]) -> SearchStrategy[tuple[int, ...]]:
+    """Draw up to a third of the vocabulary: what one field excludes and another ends at leaves tokens to draw."""
+    most = max(1, len(vocabulary) // 3)
+    orders = st.integers(0, 2**16).map(lambda seed: random.Random(seed).sample(vocabulary, most))
+    return st.builds(lambda order, count: tuple(order[:count]), orders, counts(1, most))
+
+
+def _biased(ids: Sequence[int]) -> SearchStrategy[dict[int, float]]:
+    """Draw a bias for each of these ids, up to five different ones."""
+    values = st.lists(signed(32.0), min_size=1, max_size=5)
+    return values.map(lambda few: {one: few[place % len(few)] for place, one in enumerate(ids)})
+
+
+def _processors(ids: SearchStrategy[tuple[int, ...]], *, heated: bool) -> SearchStrategy[tuple[LogitProcessor, ...]]:
     """Draw a mask or a list of disallowed ids, never both, as together they may allow no token."""
-    masks: SearchStrategy[Any] = st.builds(ActionMask, allowed_token_ids=_few(ids)) | st.builds(
-        DisallowedTokens, token_ids=_few(ids)
+    masks: SearchStrategy[Any] = st.builds(ActionMask, allowed_token_ids=ids) | st.builds(
+        DisallowedTokens, token_ids=ids
     )
     if not heated:
         return masks.map(lambda mask: (mask,))
-    temperatures = st.floats(0.25, 2.0, width=16)
-    schedules = st.builds(TemperatureSchedule, start=temperatures, end=temperatures, steps=st.integers(1, 8))
+    temperatures = numbers(0.25, 2.0)
+    steps = sometimes(st.integers(1, 8), counts(8, 2 * LONGEST), 4)
+    schedules = st.builds(TemperatureSchedule, start=temperatures, end=temperatures, steps=steps)
     both = st.tuples(masks, schedules)
     return masks.map(lambda mask: (mask,)) | schedules.map(lambda schedule: (schedule,)) | both
 
@@ -219,7 +269,9 @@ def batches(
     """Draw calls of several prompts of any kind, each with its own params; see :func:`sampling_params`."""
     params = sampling_params(ids, capabilities, stops=stops)
     pairs = st.lists(st.tuples(prompts(ids, chat=chat), params), min_size=1, max_size=4)
-    return pairs.map(lambda drawn: Batch(tuple(prompt for prompt, _ in drawn), tuple(one for _, one in drawn)))
+    crowds = st.lists(st.tuples(prompts(ids, chat=chat), params), min_size=2, max_size=2).map(lambda two: 12 * two)
+    drawn = sometimes(pairs, crowds, 24)
+    return drawn.map(lambda calls: Batch(tuple(prompt for prompt, _ in calls), tuple(one for _, one in calls)))
 
 
 # Weight updates ------------------------------------------------------------------------------------------------------
