@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import os
 import itertools
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
