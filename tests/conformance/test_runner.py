@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -186,6 +187,16 @@ def test_a_body_that_hangs_fails_and_the_next_one_runs(runner: Runner) -> None:
         assert "hangs" in result.judgement.message
         impatient.profile = QUICK
         test_a_body_that_ends_passes(impatient)
+
+
+def test_a_busy_machine_gives_a_case_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (1e6, 1e6, 1e6))
+
+    async def body(bench: Bench) -> None:
+        await asyncio.sleep(0.6)
+
+    with Runner(suite_of("transformers")(), profile=dataclasses.replace(QUICK, case_timeout=0.3)) as judging:
+        assert run(judging, body, own_engine=True).verdict is Verdict.PASSED
 
 
 def test_a_body_that_leaves_the_engine_paused_fails_and_the_next_one_gets_a_ready_engine(runner: Runner) -> None:

@@ -57,12 +57,14 @@ class _Unprintable:
         raise RuntimeError("no repr")
 
 
+_ITERATOR = object()
+"""Stands for a new iterator, which can be read once."""
 JUNK: list[Any] = [
     *(None, True, False, 0, 1, -1, 2**31, 2**63, 10**400, 0.5, -0.0, float("nan"), float("inf"), 1e-320),
     *("", "a", "\0", "\ud800", "x" * 5000, b"a", bytearray(b"a"), [], {}, (), set(), [[]], [None], {"a": 1}, object),
     *(object(), Path(NOWHERE), Path("a\0b"), "~nobody-has-this-name/x", range(3), [1, 2], [-5], [10**12], ["a"]),
     *({"role": "user", "content": "x"}, [{"role": "user"}], lambda: None, 1j, "continue", "wait", "retract"),
-    *(numpy.array([1, 2]), numpy.int64(3), numpy.float64("nan"), torch.tensor([1]), iter([1]), _Unprintable()),
+    *(numpy.array([1, 2]), numpy.int64(3), numpy.float64("nan"), torch.tensor([1]), _ITERATOR, _Unprintable()),
 ]
 NAMES: list[Any] = ["missing", "initial", "step-1"]
 
@@ -82,7 +84,10 @@ class Draw:
         self.random = random.Random(seed)
 
     def junk(self) -> Any:
-        return deep(3000) if self.random.random() < 0.01 else self.random.choice(JUNK)
+        if self.random.random() < 0.01:
+            return deep(3000)
+        drawn = self.random.choice(JUNK)
+        return iter([1]) if drawn is _ITERATOR else drawn
 
     def of(self, *good: Any) -> Any:
         return self.random.choice(good) if self.random.random() < 0.6 else self.junk()

@@ -52,7 +52,7 @@ from drivetrain_conformance.assets.weight_sources import is_waited_for, with_ano
 from drivetrain_conformance.engine_model.field_batches import field_batch
 from drivetrain_conformance.engine_model.mixed_fields import Repeats, check_honoured
 from drivetrain_conformance.harness.case import case
-from drivetrain_conformance.harness.testbench import Bench, in_time
+from drivetrain_conformance.harness.testbench import Bench, in_time, results_arrive
 from drivetrain_conformance.references.oracle import HiddenStatesOracle, log_softmax
 from drivetrain_conformance.references.reference_sampling import steps
 from drivetrain_weight_sync import AdapterTensors, LoraSync, Strategy
@@ -752,6 +752,7 @@ async def an_adapter_that_cannot_be_updated_serves_on(bench: Bench) -> None:
             assert bench.engine.get_weight_version() == version
             _assert_made_by(bench, await _answers(bench, prompts, "a"), made)
             await bench.engine.update_named_weights(update(newer.path, PauseMode.WAIT))
+            await results_arrive(bench.engine)
             assert flying.done(), "the update came before the requests had ended"
         _assert_made_by(bench, (await flying).completions, made)
         assert bench.engine.get_weight_version() == "newer"
@@ -996,6 +997,7 @@ async def _check_requests_in_flight(bench: Bench, made: _Made, newer: _Made) -> 
             pushing = asyncio.create_task(engine.update_named_weights(request))
             arriving = asyncio.create_task(_answers(bench, prompts, "a"))
             await pushing
+        await results_arrive(engine)
         assert flying.done(), "the update came before the requests had ended"
     _assert_made_by(bench, (await flying).completions, made)
     assert engine.get_weight_version() == "unchecked"

@@ -237,7 +237,8 @@ async def every_rank_gives_its_memory_back(bench: Bench) -> None:
             awake = held_by_ranks(engine)
             await engine.sleep(BOTH)
             asleep = held_by_ranks(engine)
-            given_back = sorted(awake[place] - asleep[place] for place in awake)[-2:]
+            # Some process of the start may have ended meanwhile.
+            given_back = sorted(awake[place] - asleep[place] for place in awake.keys() & asleep.keys())[-2:]
             assert min(given_back) >= share / 2, f"the ranks gave {given_back} bytes back"
             await engine.wake_up([MemoryTag.WEIGHTS])
             _check_state(engine, EngineState.ASLEEP)

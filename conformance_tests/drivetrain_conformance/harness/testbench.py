@@ -311,12 +311,17 @@ def _has_ended(request: asyncio.Task[Any] | Completion) -> bool:
 
 async def check_held(engine: InferenceEngine, *requests: asyncio.Task[Any]) -> None:
     """Raise :class:`TooLate` unless the engine holds the requests; results that were on their way have arrived."""
+    await results_arrive(engine)
+    if any(request.done() for request in requests):
+        raise TooLate("requests ended before they were frozen, or while they were")
+
+
+async def results_arrive(engine: InferenceEngine) -> None:
+    """Return once the results of requests that have ended in the engine are with their callers."""
     for _ in range(_ROUND_TRIPS):
         await engine.stats()
         for _ in range(5):
             await asyncio.sleep(0)
-    if any(request.done() for request in requests):
-        raise TooLate("requests ended before they were frozen, or while they were")
 
 
 async def until_idle(engine: InferenceEngine, within: float = 60.0) -> None:
