@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -15,8 +16,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from accelerate import DistributedType, PartialState
-from accelerate.state import AcceleratorState
 from transformers import TrainerCallback
 
 from drivetrain import DrivetrainError, EngineHandle, create_engine, sync_engine
@@ -43,14 +42,15 @@ FSDP2: Final = {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_c
 
 def take_fsdp_on_a_cpu() -> None:
     """Let accelerate take FSDP2 on a CPU, which it does on accelerators alone: fully_shard and gloo need none."""
-    made = AcceleratorState.__init__
+    state: Any = importlib.import_module("accelerate.state")
+    made = state.AcceleratorState.__init__
 
-    def on_a_cpu(self: AcceleratorState, *args: Any, **more: Any) -> None:
-        PartialState(cpu=True).distributed_type = DistributedType.MULTI_XPU
+    def on_a_cpu(self: object, *args: Any, **more: Any) -> None:
+        state.PartialState(cpu=True).distributed_type = state.DistributedType.MULTI_XPU
         made(self, *args, **more)
-        AcceleratorState.__init__ = made  # type: ignore[method-assign]  # all later ones find the state
+        state.AcceleratorState.__init__ = made  # all later ones find the state
 
-    AcceleratorState.__init__ = on_a_cpu  # type: ignore[method-assign]
+    state.AcceleratorState.__init__ = on_a_cpu
 
 
 class Strike(TrainerCallback):

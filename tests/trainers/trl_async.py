@@ -82,7 +82,9 @@ def test_an_engine_that_dies_ends_the_training() -> None:
         host = way.engine.engine
         training.add_callback(Strike(lambda: os.kill(host.host_pid or 0, signal.SIGKILL)))
         # The push is under way, or comes after the engine failed, or the worker is noticed first.
-        with pytest.raises((EngineDied, EngineStateError, RuntimeError), match=r"was killed by SIGKILL|Rollout worker child has failed"):
+        with pytest.raises(
+            (EngineDied, EngineStateError, RuntimeError), match=r"was killed by SIGKILL|Rollout worker child has failed"
+        ):
             training.train()
         assert training.state.global_step < 50
 
