@@ -1,8 +1,9 @@
 # pyright: reportMissingImports=false
-"""One rank of a DDP trainer of TRL's, whose results a test reads: ``trl_rank.py OUT SETTINGS``, with RANK set."""
+"""One rank of TRL's trainer, by DDP or FSDP2; a test reads its results: ``trl_rank.py OUT SETTINGS``, with RANK set."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -12,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from transformers import TrainerCallback
@@ -34,6 +35,22 @@ def gap_of(model: Any, found: dict[str, list[Any]]) -> float:
         own = logits.gather(-1, torch.tensor(ids)[:, None])[:, 0]
         largest = max(largest, float((own - torch.tensor(logprobs)).abs().max()))
     return largest
+
+
+FSDP2: Final = {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": "Qwen2DecoderLayer"}}
+
+
+def take_fsdp_on_a_cpu() -> None:
+    """Let accelerate take FSDP2 on a CPU, which it does on accelerators alone: fully_shard and gloo need none."""
+    state: Any = importlib.import_module("accelerate.state")
+    made = state.AcceleratorState.__init__
+
+    def on_a_cpu(self: object, *args: Any, **more: Any) -> None:
+        state.PartialState(cpu=True).distributed_type = state.DistributedType.MULTI_XPU
+        made(self, *args, **more)
+        state.AcceleratorState.__init__ = made  # all later ones find the state
+
+    state.AcceleratorState.__init__ = on_a_cpu
 
 
 class Strike(TrainerCallback):
@@ -80,6 +97,8 @@ def engine_in(out: Path, settings: dict[str, Any]) -> Iterator[object]:
 def main(out: Path, settings: dict[str, Any]) -> None:
     """Train, and write what this rank saw."""
     through, share = settings["through"], settings["share"]
+    if settings.get("fsdp"):
+        take_fsdp_on_a_cpu()
     strike = settings.get("strike") if settings.get("on") == RANK else None
     seen: dict[str, Any] = {"steps": [], "gaps": [], "first": None, "error": None}
     opened: Any = rollout if through == "rollout_func" else generation
@@ -100,7 +119,7 @@ def main(out: Path, settings: dict[str, Any]) -> None:
 
         # Half of a prompt's samples on each rank, so that both sample the same prompt.
         more: dict[str, Any] = {"per_device_train_batch_size": len(PROMPTS) * SAMPLES // 2}
-        more |= {"max_steps": settings["steps"]}
+        more |= {"max_steps": settings["steps"], **(FSDP2 if settings.get("fsdp") else {})}
         more |= {"rollout_func": watched} if through == "rollout_func" else {"use_vllm": True}
         try:
             training = trainer(policy(), judge, **more)

@@ -108,6 +108,46 @@ def test_a_student_learns_of_a_teacher(trainer: str, loss: str, seed: int, falls
         assert abs(losses[0]) < 1e-4, "the teacher is the policy itself"
 
 
+def several(teachers: dict[str, Path]) -> list[str]:
+    """Return settings of several teachers, by data source."""
+    engine = {"backend": os.environ.get("BACKEND", "transformers")}
+    engine |= {"python": os.environ["ENGINE_PYTHON"]} if "ENGINE_PYTHON" in os.environ else {}
+    settings = [
+        "distillation.enabled=true",
+        f"distillation.n_gpus_per_node={len(teachers)}",
+        "distillation.nnodes=1",
+        "distillation.distillation_loss.loss_mode=forward_kl_topk",
+        "distillation.distillation_loss.use_task_rewards=false",
+        f"++ray_kwargs.ray_init.num_gpus={1 + len(teachers)}",  # on paper
+    ]
+    inference = "_target_: verl.workers.config.RolloutConfig, name: drivetrain, dtype: float32, "
+    inference += "tensor_model_parallel_size: 1, prompt_length: 128, response_length: 16"
+    for name, model in teachers.items():
+        one = f"+distillation.teacher_models.{name}"
+        settings += [
+            f"{one}.key={name}",
+            f"{one}.model_path={model}",
+            f"{one}.num_replicas=1",
+            f"{one}._target_=drivetrain_trainers.verl.teacher.TeacherConfig",
+            f"{one}.inference={{{inference}}}",
+            *(f"{one}.inference.engine_kwargs.drivetrain.{field}={value}" for field, value in engine.items()),
+        ]
+    return settings
+
+
+def test_of_several_teachers_that_of_the_rows_data_source_scores_them(tmp_path: Path) -> None:
+    """All rows have the data source "letters", whose teacher is the policy itself: the other one would have a loss."""
+    teachers = {
+        "letters": tiny_model("qwen2", num_hidden_layers=1, seed=0),
+        "other": tiny_model("qwen2", num_hidden_layers=1, seed=1),
+    }
+    _, output = train(tmp_path, "--trainer", "sync", *several(teachers))
+    assert (tmp_path / "metrics.jsonl").exists(), output
+    losses = [logged["actor/distillation/loss"] for _, logged in sorted(metrics(tmp_path).items())]
+    assert len(losses) == STEPS
+    assert abs(losses[0]) < 1e-4
+
+
 def test_a_configuration_that_is_refused_ends_the_run_with_its_reason(tmp_path: Path) -> None:
     status, output = train(tmp_path, "actor_rollout_ref.rollout.enforce_eager=true")
     assert status

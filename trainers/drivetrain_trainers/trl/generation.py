@@ -17,7 +17,7 @@ from drivetrain.errors import InvalidRequest
 from drivetrain.synchronous import SyncEngine
 from drivetrain_trainers.trl.policy_engine import EngineLike, PolicyEngine
 from drivetrain_trainers.trl.sampling import GenerationSettings, sampling_params
-from drivetrain_trainers.trl.support import Accelerator, refuse_images, refuse_release, require_replicas
+from drivetrain_trainers.trl.support import Accelerator, refuse_images, refuse_release, require_pushable
 
 _REPLACED: Final = "VLLMGeneration"
 _OF_THE_ENGINE: Final = ("tensor_parallel_size", "gpu_memory_utilization", "max_model_length", "model_impl")
@@ -153,7 +153,7 @@ class Generation:
         Raises:
             InvalidRequest: the trainer is set to something that the engine does not do; before any work.
         """
-        require_replicas(accelerator)
+        require_pushable(accelerator, model, share=self._served.share)
         self._require_ours(settings)
         generation = {name: settings[name] for name in _GENERATION}
         wanted = GenerationSettings(

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import groupby
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Final, cast
 
 from torch import nn
 
@@ -25,7 +25,7 @@ from drivetrain.types.modes import MemoryTag
 from drivetrain.types.outputs import Completion, FinishReason
 from drivetrain.types.sampling import SamplingParams
 from drivetrain_trainers.trl.rank_agreement import Facts, TrainerRanks, rank_here
-from drivetrain_trainers.trl.support import Accelerator
+from drivetrain_trainers.trl.support import Accelerator, is_sharded
 from drivetrain_weight_sync import LoraSync, WeightSync
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class PolicyEngine:
         lora_name: Push the policy's adapter alone, under this name; None: push all weights, with adapters merged.
         cast: Round the policy's weights to the engine's dtype.
         sleep: Let the engine's memory go between generations.
-        share: One engine for all ranks of the trainer, made by rank 0, which alone pushes. Else each rank has its own.
+        share: One engine for all ranks of the trainer, made by rank 0, which pushes. Else each rank has its own.
         fields: Fields of the engine's configuration.
     """
 
@@ -61,8 +61,10 @@ class PolicyEngine:
             field = next(iter(fields))
             raise InvalidRequest(f"{field}: the engine has its configuration already; leave {field} out", field=field)
         self._owned = not isinstance(engine, SyncEngine)
-        self._share = share
+        self.share: Final = share
         self._ranks: TrainerRanks | None = None
+        self._sharded = False
+        """True if each rank of the trainer has a part of the policy."""
         self._met = False
         """True once the ranks of the trainer know each other's engines."""
         self._engine: SyncEngine | None = None
@@ -104,7 +106,7 @@ class PolicyEngine:
     def _made(self, given: EngineLike, fields: Mapping[str, object]) -> EngineConfig:
         """Make the engine, unless it is made on rank 0 only and this is another one; return its configuration."""
         if isinstance(given, SyncEngine):
-            if self._share and rank_here() and not isinstance(given.engine, AttachedEngine):
+            if self.share and rank_here() and not isinstance(given.engine, AttachedEngine):
                 raise InvalidRequest(
                     "share=True: this rank has an engine of its own; give all ranks the engine's handle, or its "
                     "configuration",
@@ -114,14 +116,14 @@ class PolicyEngine:
         elif isinstance(given, EngineHandle):
             self._engine = sync_engine(given, **fields)
         elif isinstance(given, InferenceEngine):
-            if not self._share or not rank_here():
+            if not self.share or not rank_here():
                 self._engine = sync_engine(given, **fields)
             return given.config
         else:
             page = create_engine(given, **fields)
-            if not self._share and rank_here() and page.config.seed is not None:
+            if not self.share and rank_here() and page.config.seed is not None:
                 page = create_engine(page.config, seed=(page.config.seed + rank_here()) % 2**63)
-            if not self._share or not rank_here():
+            if not self.share or not rank_here():
                 self._engine = sync_engine(page)
             return page.config
         return self._engine.config
@@ -153,6 +155,7 @@ class PolicyEngine:
             return
         if self._ranks is None:
             self._ranks = TrainerRanks()
+        self._sharded = is_sharded(accelerator)
         try:
             if not self._met:
                 self._meet(self._ranks)
@@ -165,7 +168,7 @@ class PolicyEngine:
 
     def _meet(self, ranks: TrainerRanks) -> None:
         attached = self._engine is not None and isinstance(self._engine.engine, AttachedEngine)
-        if self._share and not attached and (self._engine is None) == (ranks.rank == 0):
+        if self.share and not attached and (self._engine is None) == (ranks.rank == 0):
             raise InvalidRequest(
                 f"share=True: this is rank {ranks.rank} of the trainer, and the environment variable RANK says "
                 f"{rank_here()}; start the ranks with accelerate launch or torchrun",
@@ -174,12 +177,12 @@ class PolicyEngine:
         mine: Facts = {"machine": this_machine(), "attached": "", "handle": None}
         if attached:
             mine["attached"] = self.engine.handle().address
-        elif self._share and ranks.rank == 0:
+        elif self.share and ranks.rank == 0:
             if self.engine.state is EngineState.CREATED:
                 self.engine.start()
             mine["handle"] = asdict(self.engine.handle())
         everyone = ranks.agree(mine)
-        if not self._share:
+        if not self.share:
             self._require_own_engines([facts["attached"] for facts in everyone])
         elif self._engine is None:
             if everyone[0]["machine"] != this_machine():
@@ -204,7 +207,7 @@ class PolicyEngine:
     @property
     def _pushes(self) -> bool:
         """True if this rank pushes the weights."""
-        return self._ranks is None or not self._share or self._ranks.rank == 0
+        return self._ranks is None or not self.share or self._sharded or self._ranks.rank == 0
 
     def serve(self, model: nn.Module, step: int, *, again: bool = False) -> None:
         """Start and wake the engine, and push ``model`` as version ``str(step)``, unless it serves that already.
@@ -233,7 +236,10 @@ class PolicyEngine:
             engine.wake_up([MemoryTag.WEIGHTS] if lost else None)
         if due or woken:
             self._step = None
-            engine.run(self._connected(model).push(version=str(step)))
+            sync = self._connected(model)
+            if self._sharded and self._ranks is not None:
+                self._ranks.agree()  # a rank that could not connect would leave the others waiting for its shards
+            engine.run(sync.push(version=str(step)))
             self._step = step
         if lost:
             engine.wake_up()
@@ -242,7 +248,9 @@ class PolicyEngine:
         if self._sync is None or model is not self._model:
             self._disconnect()
             page = self.engine.engine
-            if self._lora_name is None:
+            if self._sharded and self._ranks is not None and self._ranks.rank:
+                self._sync = WeightSync.connect(model, None)
+            elif self._lora_name is None:
                 self._sync = WeightSync.connect(model, page, cast=self._cast)
             else:
                 adapter = getattr(model, "active_adapter", "default")

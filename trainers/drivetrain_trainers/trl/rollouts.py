@@ -45,7 +45,7 @@ class Rollout:
             UnsupportedCapability: the engine lacks a capability, or TRL is another release; before any work.
             DrivetrainError: the errors of the push and of ``generate``.
         """
-        require_supported(trainer)
+        require_supported(trainer, share=self._served.share)
         with self._served.together(trainer.accelerator):
             params = sampling_params(_settings(trainer))
             ids, images, _ = trainer._tokenize_prompts(prompts)
@@ -95,9 +95,9 @@ def rollout(
             the base model's checkpoint. None: push all weights, with adapters merged.
         cast: Round the policy's weights to the engine's dtype, such as float32 to bfloat16.
         sleep: Let the engine's memory go between rollouts.
-        share: For a trainer of several processes (DDP): one engine or fleet for all of them. Rank 0 makes it and
-            pushes, the others attach to it. False: each rank makes an engine of its own and pushes to it; a
-            configured seed is increased by the rank.
+        share: For a trainer of several processes (DDP, FSDP2): one engine or fleet for all of them. Rank 0 makes it and
+            pushes; the others attach to it, and send their shards if FSDP2 splits the policy. False: each rank makes
+            an engine of its own and pushes to it; a configured seed is increased by the rank.
         fields: Fields of the engine's configuration, such as ``model``.
 
     Raises:

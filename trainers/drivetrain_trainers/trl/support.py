@@ -24,7 +24,12 @@ class Accelerator(Protocol):
 
     @property
     def distributed_type(self) -> object:
-        """An enum, whose value is ``NO`` for one process, and begins with ``MULTI_`` for DDP."""
+        """An enum, whose value is ``NO`` for one process, begins with ``MULTI_`` for DDP, and is ``FSDP`` for FSDP."""
+        ...
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """True if the second version of FSDP splits the policy."""
         ...
 
 
@@ -59,24 +64,56 @@ _OF_A_TRAINER: Final = (
 )
 
 
-def require_replicas(accelerator: Accelerator) -> None:
-    """Raise unless each of the trainer's processes holds the whole policy.
+def is_sharded(accelerator: Accelerator) -> bool:
+    """Return True if FSDP2 splits the policy over the trainer's processes."""
+    return _kind(accelerator) == "FSDP" and accelerator.is_fsdp2
+
+
+def require_pushable(accelerator: Accelerator, model: nn.Module, *, share: bool) -> None:
+    """Raise unless the trainer's processes can push the policy: each holds it whole, or FSDP2 shards it.
+
+    Args:
+        accelerator: The trainer's.
+        model: The policy.
+        share: One engine for all processes.
 
     Raises:
-        InvalidRequest: the policy is sharded.
+        InvalidRequest: the policy is sharded in another way, or an adapter or engines of the ranks' own exclude it.
     """
-    kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
-    if kind != "NO" and not kind.startswith("MULTI_"):
+    kind = _kind(accelerator)
+    if kind == "NO" or kind.startswith("MULTI_"):
+        return
+    split = f"the trainer has distributed_type {kind!r} with {accelerator.num_processes} processes"
+    if not is_sharded(accelerator):
         raise InvalidRequest(
-            f"the trainer has distributed_type {kind!r} with {accelerator.num_processes} processes; rollouts on "
-            "drivetrain take one process, or several by DDP, each of which holds the whole policy. Leave FSDP and "
-            "DeepSpeed out of accelerate's configuration; the engine may have several GPUs",
+            f"{split}; rollouts on drivetrain take one process, several by DDP, or several by FSDP2 with share=True. "
+            "Leave FSDP 1 and DeepSpeed out of accelerate's configuration (fsdp_version: 2); the engine may have "
+            "several GPUs",
+            field="trainer",
+        )
+    if not share:
+        raise InvalidRequest(
+            f"{split}, each of which holds a part of the policy; pass share=True, so that they push to one engine "
+            "or fleet together",
+            field="share",
+        )
+    if hasattr(model, "peft_config"):
+        raise InvalidRequest(
+            f"{split}, and the policy has adapters of peft; train the whole policy with FSDP2, or adapters with DDP",
             field="trainer",
         )
 
 
-def require_supported(trainer: Trainer) -> None:
+def _kind(accelerator: Accelerator) -> str:
+    return str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
+
+
+def require_supported(trainer: Trainer, *, share: bool) -> None:
     """Raise unless ``rollout`` supports every setting of the trainer.
+
+    Args:
+        trainer: The trainer.
+        share: One engine for all of its processes.
 
     Raises:
         UnsupportedCapability: this release of TRL lacks an attribute that rollouts need.
@@ -85,7 +122,7 @@ def require_supported(trainer: Trainer) -> None:
     missing = [name for name in _OF_A_TRAINER if not hasattr(trainer, name)]
     if missing:
         refuse_release(f"its {type(trainer).__name__} has no {', '.join(missing)}")
-    require_replicas(trainer.accelerator)
+    require_pushable(trainer.accelerator, trainer.model, share=share)
     if trainer.use_vllm:
         _refuse("use_vllm=True", "leave use_vllm out, or use drivetrain_trainers.trl.generation() without rollout_func")
     if getattr(trainer, "tools", None) or getattr(trainer, "environment_factories", None):
