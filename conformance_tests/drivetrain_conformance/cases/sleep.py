@@ -672,15 +672,21 @@ async def many_cycles_of_the_cache_hold_no_more_memory(bench: Bench) -> None:
 
 @case(Capability.SLEEP_WEIGHTS, Capability.SLEEP_KV_CACHE, Capability.WEIGHTS_DISK)
 async def many_cycles_give_the_same_answers(bench: Bench) -> None:
-    """In repeated cycles of sleep, wake-up and update the answers stay the same, and memory does not grow."""
+    """In repeated cycles of sleep, wake-up and update the answers stay the same, and memory does not grow.
+
+    Each sleep frees what the engine says that it holds.
+    """
     engine = bench.engine
     await _can_sleep(bench, WEIGHTS, KV_CACHE, update=True)
     own, prompts = engine.get_weight_version(), bench.prompts(3)
     before = await bench.greedy(prompts)
 
     async def cycle(is_looked_at: bool) -> int:
+        awake = await engine.stats()
         await engine.sleep([WEIGHTS, KV_CACHE])
-        held = held_bytes(engine) if is_looked_at else 0
+        held, asleep = held_bytes(engine) if is_looked_at else 0, await engine.stats()
+        assert asleep.weight_bytes <= (1 - MOST) * awake.weight_bytes, f"asleep, it holds {asleep.weight_bytes} bytes"
+        assert asleep.kv_cache_bytes <= (1 - MOST) * awake.kv_cache_bytes, f"its cache holds {asleep.kv_cache_bytes}"
         await engine.wake_up([WEIGHTS])
         await engine.load_weights_from_disk(str(bench.model), own)
         await engine.wake_up([KV_CACHE])

@@ -146,7 +146,7 @@ def of_a_tensor(rng: random.Random) -> tuple[str, Effect]:
         if isinstance(made, ModelInfo):
             backend.kept["tensors"] = await _tensors(backend)
         elif MemoryTag.WEIGHTS in arguments[0] and backend.config.sleep_keeps_weights:
-            await put_back(backend, backend.version)
+            await put_back(backend, backend.committed)
         return made
 
     def shows_awake(arguments: tuple[Any, ...], scene: Scene, error: Exception | None) -> bool:

@@ -44,7 +44,7 @@ class OnRequest:
 
     change: ChangeRequest
     shows: Callable[[GenerateRequest], bool] = lambda request: True
-    """Whether a user could see the change of such a request."""
+    """Returns whether a user could see the change of such a request."""
     start: int = 0
     frozen: PauseMode | None = None
 

@@ -83,7 +83,7 @@ class Watched(CorrectBackend):
         super().__init__(config)
         self._info: ModelInfo | None = None
         self._names: list[str] = []
-        self.version = config.weight_version
+        self.committed = config.weight_version
         self._begin("")
 
     def _begin(self, case: str) -> None:
@@ -244,7 +244,7 @@ class Watched(CorrectBackend):
                     spec.name for spec in (await self.unwatched("weight_manifest")()).tensors
                 ]
         if "update" in events or method == "set_weight_version":
-            self.version = getattr(arguments[0], "version", arguments[0])
+            self.committed = getattr(arguments[0], "version", arguments[0])
         return changes.change(made, scene) if changes is not None and changes.method == method else made
 
     def _called(self, scene: Scene, arguments: tuple[Any, ...], error: Exception | None) -> None:
