@@ -187,7 +187,7 @@ async def _write(backend: Any, tensors: Mapping[str, torch.Tensor], version: str
 
 
 _CONFIGURED: Final = (
-    *("context_length", "max_num_seqs", "weight_version", "seed", "deterministic", "sleep_keeps_weights"),
+    *("context_length", "max_num_seqs", "weight_version", "deterministic", "sleep_keeps_weights"),
     *("enable_prefix_caching", "max_lora_rank", "max_loras"),
 )
 
