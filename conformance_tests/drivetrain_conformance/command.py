@@ -111,6 +111,14 @@ def conformance(
         bool,
         typer.Option("--mutants", help="Spoil the backend in many ways, and check that each is caught by its case."),
     ] = False,
+    drawn_mutants: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="COUNT",
+            help="Draw this many wrong backends by --seed, and tell which share the suite catches. Two hours for 60.",
+        ),
+    ] = None,
     url: Annotated[
         str | None,
         typer.Option(help="Check the routes of the server at this address instead; its weights stay as they are."),
@@ -171,6 +179,11 @@ def conformance(
         raise InvalidConfig(
             f"{', '.join(given)}: only for a running server; give --url, or leave it out", field=given[0]
         )
+    elif drawn_mutants is not None:
+        from drivetrain_conformance.mutants.drawn.run import run_drawn_mutants
+
+        chosen = _chosen(group, case)
+        passed = run_drawn_mutants(backend or "transformers", chosen, count=drawn_mutants, seed=seed or 0)
     elif mutants:
         from drivetrain_conformance.mutants.run import run_mutants
 

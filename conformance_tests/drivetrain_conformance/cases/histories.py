@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 from hypothesis import given, seed
 from hypothesis import strategies as st
@@ -11,7 +12,7 @@ from drivetrain.text.tokenizer import REPLACEMENT
 from drivetrain.types.capability import Capability
 from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain.types.sampling import SamplingParams
-from drivetrain_conformance.assets.made_adapters import Adapter, make_adapter
+from drivetrain_conformance.assets.made_adapters import Adapter, make_adapter, merge
 from drivetrain_conformance.engine_model.actions import (
     PAUSES,
     Abort,
@@ -107,10 +108,15 @@ def random_sleeps_keep_the_contract(bench: Bench) -> None:
 def random_histories_keep_the_contract(bench: Bench) -> None:
     """In any order of requests, aborts, pauses, sleeps and weight updates, the contract is kept.
 
-    Updates may fail halfway. Each token is the choice of the weights that its version span names.
+    Updates may fail halfway. Each token is the choice of the weights that its version span names. After an update every
+    field of a request has its effect.
     """
     begins = (Update(1), Generate(0), BrokenUpdate(2), Generate(1), Pause(), Update(2), Continue(), _LONG, Abort())
     _keeps_the_contract(bench, *_with_sleeps(bench), begins=begins, share=_MOST)
+    own, other = bench.engine.get_weight_version(), bench.other_weights()
+    bench.run(bench.engine.load_weights_from_disk(str(other), "others"))
+    _honours_random_requests(bench, bench.profile.examples // 4, model=other)
+    bench.run(bench.engine.load_weights_from_disk(str(bench.model), own))
 
 
 @case(
@@ -123,7 +129,8 @@ def random_histories_keep_the_contract(bench: Bench) -> None:
 def random_histories_keep_the_adapter(bench: Bench) -> None:
     """In any order of requests, pauses, sleeps and base updates, a loaded adapter keeps acting on its requests alone.
 
-    Each token is the choice of its version's weights, with or without the adapter.
+    Each token is the choice of its version's weights, with or without the adapter, and every other field of a request
+    has its effect with the adapter.
     """
     adapter = make_adapter(bench.model, bench.folder("adapter"), seed=1)
     bench.run(bench.engine.load_lora_adapter(ADAPTER, str(adapter.path)))
@@ -131,6 +138,8 @@ def random_histories_keep_the_adapter(bench: Bench) -> None:
         late = Generate(1, long=True, fields=_ADAPTED)
         begins = (Update(1), Generate(0, fields=_ADAPTED), Pause(), Update(2), Continue(), late, Abort())
         _keeps_the_contract(bench, *_with_sleeps(bench), begins=begins, share=_SOME / 2, adapter=adapter)
+        merged = merge(bench.model, adapter, bench.folder("merged"))
+        _honours_random_requests(bench, bench.profile.examples // 4, lora=ADAPTER, model=merged)
     finally:
         bench.run(bench.engine.unload_lora_adapter(ADAPTER))
 
@@ -148,6 +157,20 @@ def random_requests_are_honoured(bench: Bench) -> None:
     Lengths, ends, stops, text, logprobs, masks, spans and seeds are checked, and each token must be one that an
     independent computation of the distribution could have drawn.
     """
+    _honours_random_requests(bench, 3 * bench.profile.examples)  # a pair of fields meets rarely
+
+
+def _honours_random_requests(
+    bench: Bench, examples: int, *, lora: str | None = None, model: Path | None = None
+) -> None:
+    """Check random calls with any mixture of fields, as streams or not, through pauses of any mode.
+
+    Args:
+        bench: The workplace.
+        examples: Number of calls.
+        lora: The calls' adapter.
+        model: Folder of the model that must have answered; None: the engine's own.
+    """
     engine = bench.engine
     ids = ordinary_ids(engine)
     calls = batches(ids, engine.capabilities, chat=bool(engine.tokenizer.inner.chat_template), stops=_letters(bench))
@@ -155,10 +178,10 @@ def random_requests_are_honoured(bench: Bench) -> None:
     modes = [None, *(mode for capability, mode in PAUSES.items() if bench.claims(capability))]
 
     @seed(bench.seed)
-    @property_settings(3 * bench.profile.examples)  # a pair of fields meets rarely
+    @property_settings(examples)
     @given(calls, st.booleans() if bench.claims(Capability.STREAMING) else st.just(False), st.sampled_from(modes))
     def hold(batch: Batch, streamed: bool, pause: PauseMode | None) -> None:
-        bench.run(check_honoured(bench, batch, repeats, streamed=streamed, pause=pause))
+        bench.run(check_honoured(bench, batch, repeats, streamed=streamed, pause=pause, lora=lora, model=model))
 
     hold()
     assert repeats.alike >= repeats.total / 2, (

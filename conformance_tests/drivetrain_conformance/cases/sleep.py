@@ -22,6 +22,7 @@ from drivetrain_conformance.assertions.event_loop_stalls import check_it_runs
 from drivetrain_conformance.assertions.memory_use import check_steady, held_bytes, parameter_bytes
 from drivetrain_conformance.assertions.refusals import refused
 from drivetrain_conformance.assertions.same_answers import check_prefix, check_same
+from drivetrain_conformance.assertions.weight_checks import check_made_by
 from drivetrain_conformance.assets.served_models import ModelKind
 from drivetrain_conformance.assets.weight_sources import tensors_of
 from drivetrain_conformance.harness.case import Hardware, case
@@ -130,6 +131,7 @@ async def an_update_mends_weights_that_slept(bench: Bench) -> None:
         assert not engine.is_paused
         assert engine.get_weight_version() == version
         after = await bench.greedy(prompts)
+        check_made_by(bench, after, folder)
         if version == own:
             check_same(bench, after, before)
         else:
@@ -176,7 +178,9 @@ async def weights_can_change_while_the_cache_sleeps(bench: Bench) -> None:
         _check_labels(bench, after, version)
         await engine.sleep([KV_CACHE])
         await engine.wake_up([KV_CACHE])
-        _check_labels(bench, await bench.greedy(prompts), version)
+        again = await bench.greedy(prompts)
+        _check_labels(bench, again, version)
+        check_made_by(bench, [*after, *again], folder)
         if version == own:
             check_same(bench, after, before)
         else:
@@ -214,6 +218,7 @@ async def a_training_step(bench: Bench) -> None:
             _check_awake(engine)
             answers.append(await bench.greedy(prompts))
             _check_labels(bench, answers[-1], f"step-{seed}")
+            check_made_by(bench, answers[-1], folder)
             assert [c.token_ids for c in answers[-1]] != [c.token_ids for c in answers[-2]]
     await engine.load_weights_from_disk(str(bench.model), own)
     check_same(bench, await bench.greedy(prompts), answers[0])
@@ -292,19 +297,20 @@ async def kept_weights_come_back_as_they_were(bench: Bench) -> None:
     """
     engine = bench.engine
     own, prompts = engine.get_weight_version(), bench.prompts(4)
+    served, version = bench.model, own
     for cycle in range(max(3, bench.profile.cycles // 5)):
         if cycle and bench.claims(Capability.WEIGHTS_DISK):
-            folder, version = ((bench.model, own), (bench.other_weights(), "others"))[cycle % 2]
-            await engine.load_weights_from_disk(str(folder), version)
-        version, before = engine.get_weight_version(), await bench.greedy(prompts)
+            served, version = ((bench.model, own), (bench.other_weights(), "others"))[cycle % 2]
+            await engine.load_weights_from_disk(str(served), version)
+        before = await bench.greedy(prompts)
         await engine.sleep_weights_only()
         _check_asleep(engine, {WEIGHTS})
         await _refused(engine.generate(prompts[0], SHORT), "asleep")
         await engine.wake_up_weights_only()
         _check_awake(engine)
         assert engine.get_weight_version() == version
-        check_same(bench, await bench.greedy(prompts), before)
-    if engine.get_weight_version() != own:
+        check_same(bench, await bench.greedy(prompts), before, model=served)
+    if version != own:
         await engine.load_weights_from_disk(str(bench.model), own)
 
 
@@ -666,15 +672,21 @@ async def many_cycles_of_the_cache_hold_no_more_memory(bench: Bench) -> None:
 
 @case(Capability.SLEEP_WEIGHTS, Capability.SLEEP_KV_CACHE, Capability.WEIGHTS_DISK)
 async def many_cycles_give_the_same_answers(bench: Bench) -> None:
-    """In repeated cycles of sleep, wake-up and update the answers stay the same, and memory does not grow."""
+    """In repeated cycles of sleep, wake-up and update the answers stay the same, and memory does not grow.
+
+    Each sleep frees what the engine says that it holds.
+    """
     engine = bench.engine
     await _can_sleep(bench, WEIGHTS, KV_CACHE, update=True)
     own, prompts = engine.get_weight_version(), bench.prompts(3)
     before = await bench.greedy(prompts)
 
     async def cycle(is_looked_at: bool) -> int:
+        awake = await engine.stats()
         await engine.sleep([WEIGHTS, KV_CACHE])
-        held = held_bytes(engine) if is_looked_at else 0
+        held, asleep = held_bytes(engine) if is_looked_at else 0, await engine.stats()
+        assert asleep.weight_bytes <= (1 - MOST) * awake.weight_bytes, f"asleep, it holds {asleep.weight_bytes} bytes"
+        assert asleep.kv_cache_bytes <= (1 - MOST) * awake.kv_cache_bytes, f"its cache holds {asleep.kv_cache_bytes}"
         await engine.wake_up([WEIGHTS])
         await engine.load_weights_from_disk(str(bench.model), own)
         await engine.wake_up([KV_CACHE])

@@ -11,7 +11,7 @@ from typing import Final
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.types.capability import Capability
 from drivetrain.types.outputs import Completion, FinishReason, VersionSpan
-from drivetrain.types.sampling import LogprobsMode, SamplingParams, TemperatureSchedule
+from drivetrain.types.sampling import DisallowedTokens, LogprobsMode, SamplingParams, TemperatureSchedule
 from drivetrain_conformance.references.oracle import Logits, Oracle, log_softmax
 from drivetrain_conformance.references.reference_sampling import step
 
@@ -35,7 +35,7 @@ class Style(Enum):
     PLAIN = "plain"
     """The most likely token each time."""
     PENALISED = "penalised"
-    """The most likely token after penalties, which depend on the tokens generated so far."""
+    """The most likely token after penalties, which depend on the tokens generated so far, biases, and a mask."""
     SEEDED = "seeded"
     """Drawn with a seed, while the temperature rises with the tokens generated so far."""
 
@@ -48,6 +48,14 @@ _PENALTIES: Final = {
     "frequency_penalty": (Capability.FREQUENCY_PENALTY, 0.6),
     "presence_penalty": (Capability.PRESENCE_PENALTY, 0.5),
 }
+
+
+_SEED: Final = 2**63 - 2**9 - 3
+"""Seed whose high and low bits count."""
+_STEPS: Final = 60
+"""Tokens over which the temperature rises: a request that is frozen has not come to the end."""
+_FIRST_IDS: Final = 512
+"""Ids of which some are biased, and some cannot be drawn."""
 
 
 def styles_of(engine: InferenceEngine) -> list[Style]:
@@ -89,10 +97,14 @@ def params_of(
             pass
         case Style.PENALISED:
             given |= {name: value for name, (needed, value) in _PENALTIES.items() if engine.supports(needed)}
-        case Style.SEEDED:
-            given |= {"temperature": 1.0, "seed": 29, **({"top_k": 8} if engine.supports(Capability.TOP_K) else {})}
+            if engine.supports(Capability.LOGIT_BIAS):
+                given["logit_bias"] = dict.fromkeys(_some_ids(engine, every=7), 1.5)
             if engine.supports(Capability.LOGIT_PROCESSORS):
-                given["logit_processors"] = (TemperatureSchedule(start=0.5, end=2.0, steps=12),)
+                given["logit_processors"] = (DisallowedTokens(token_ids=_some_ids(engine, every=3)),)
+        case Style.SEEDED:
+            given |= {"temperature": 1.0, "seed": _SEED, **({"top_k": 8} if engine.supports(Capability.TOP_K) else {})}
+            if engine.supports(Capability.LOGIT_PROCESSORS):
+                given["logit_processors"] = (TemperatureSchedule(start=0.5, end=2.0, steps=_STEPS),)
     if stops:
         given["stop_token_ids"] = tuple(stops)
     if fields.logprobs:
@@ -100,6 +112,10 @@ def params_of(
     if fields.scores:
         given["prompt_logprobs"] = 0
     return SamplingParams.model_validate(given)
+
+
+def _some_ids(engine: InferenceEngine, *, every: int) -> tuple[int, ...]:
+    return tuple(range(every, min(_FIRST_IDS, engine.model_info.vocab_size), every))
 
 
 _Key = tuple[int, tuple[int, ...], Style, bool, int]

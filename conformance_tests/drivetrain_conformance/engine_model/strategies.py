@@ -183,7 +183,7 @@ def sampling_params(
     maybe("return_routed_experts", st.just(True), Capability.ROUTED_EXPERTS)
     maybe("return_prompt_routed_experts", st.just(True), Capability.PROMPT_ROUTED_EXPERTS)
     maybe("return_sampling_mask", st.just(True), Capability.SAMPLING_MASK)
-    maybe("seed", st.integers(0, 2**63 - 1) | st.integers(0, 3), Capability.SEED)
+    maybe("seed", st.integers(2**62, 2**63 - 1) | st.integers(0, 3), Capability.SEED)
     maybe("top_k", st.integers(1, 8) | counts(1, len(vocabulary)), Capability.TOP_K)
     maybe("top_p", numbers(0.01, 1.0), Capability.TOP_P)
     maybe("min_p", st.just(0.0) | numbers(0.001, 1.0), Capability.MIN_P)

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator
 import numpy as np
 
 from drivetrain.backend.base import GenerateRequest, GenerateResult, TokenDelta
+from drivetrain.types.capability import Capability
 from drivetrain.types.config import EngineConfig
 from drivetrain.types.modes import PauseMode
 from drivetrain_conformance.mutants.registry import mutant
@@ -160,3 +161,18 @@ class returns_states_of_a_shared_step(_Deterministic):
 
     def is_spoiled(self, request: GenerateRequest) -> bool:
         return request.params.return_hidden_states and bool(self.flying)
+
+
+@mutant(
+    "embeddings/the_pooling_of_the_folder_is_applied_or_refused",
+    says="a vector of a deterministic engine depends on the prompts beside it",
+    needs=Capability.DETERMINISTIC,
+)
+class embeds_a_batch_otherwise(CorrectBackend):
+    """A deterministic engine embeds the prompts of one call together, which rounds them otherwise than alone."""
+
+    async def embed(self, prompts: list[list[int]], dimensions: int | None) -> list[list[float]]:
+        vectors = await super().embed(prompts, dimensions)
+        if len(prompts) == 1:
+            return vectors
+        return [[math.nextafter(first, math.inf), *others] for first, *others in vectors]

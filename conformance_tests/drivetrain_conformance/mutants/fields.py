@@ -19,6 +19,8 @@ from drivetrain_conformance.mutants.spoil import (
     token_by_token,
 )
 
+_LARGEST = 2**63 - 1
+
 # Lost fields ---------------------------------------------------------------------------------------------------------
 
 
@@ -183,6 +185,14 @@ class counts_a_token_eight_times(CorrectBackend):
 def gives_all_samples_one_seed(request: GenerateRequest) -> GenerateRequest:
     """All samples of a prompt use the same seed, and so are equal."""
     return dataclasses.replace(request, seed=request.params.seed)
+
+
+@request_mutant("sampling/another_seed_draws_otherwise", says="two of these were drawn alike")
+def sends_seeds_as_doubles(request: GenerateRequest) -> GenerateRequest:
+    """A seed passes through a double, which drops the low bits of large ones."""
+    return (
+        request if request.seed is None else dataclasses.replace(request, seed=min(int(float(request.seed)), _LARGEST))
+    )
 
 
 @mutant("sampling/another_seed_draws_otherwise", says="tokens later what the other does")

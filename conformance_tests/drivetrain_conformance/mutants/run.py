@@ -35,8 +35,8 @@ FAMILIES: Final = (
     *("scores", "pooled", "recurrent", "deterministic", "ranks"),
 )
 """Modules of mutants."""
-_PROFILE: Final[Profile] = dataclasses.replace(PROFILES["ci"], name="mutants", samples=1024, cycles=20)
-_PROFILE_OF_HANGS: Final[Profile] = dataclasses.replace(_PROFILE, case_timeout=40.0)
+MUTANT_PROFILE: Final[Profile] = dataclasses.replace(PROFILES["ci"], name="mutants", samples=1024, cycles=20)
+_PROFILE_OF_HANGS: Final[Profile] = dataclasses.replace(MUTANT_PROFILE, case_timeout=40.0)
 """For mutants that hang: the rest of their case takes two seconds."""
 
 
@@ -123,12 +123,12 @@ def _judge(mutant: Mutant, result: CaseResult) -> MutantResult:
 
 
 def _verdicts_of_the_correct_engine(backend: str, cases: Sequence[Case]) -> Mapping[str, CaseResult]:
-    with Runner(suite_of_mutant(backend, None)(), profile=_PROFILE) as runner:
+    with Runner(suite_of_mutant(backend, None)(), profile=MUTANT_PROFILE) as runner:
         return {case.id: runner.execute(case) for case in {case.id: case for case in cases}.values()}
 
 
 def _execute(backend: str, mutant: Mutant, case: Case) -> CaseResult:
-    profile = _PROFILE_OF_HANGS if "hangs" in mutant.says else _PROFILE
+    profile = _PROFILE_OF_HANGS if "hangs" in mutant.says else MUTANT_PROFILE
     wrong = mutant.spoil_rank
     with (
         nullcontext() if wrong is None else spoiled_ranks(wrong),

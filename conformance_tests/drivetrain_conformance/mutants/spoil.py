@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import threading
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -365,19 +365,28 @@ def resubmitting(
         def __init__(self, config: EngineConfig) -> None:
             super().__init__(config)
             self._flying: set[str] = set()
-            self._ended: set[str] = set()
-            self._thawed = asyncio.Event()
+            self._ended: dict[str, asyncio.Future[bool]] = {}
+            """Requests that were ended by a freeze, each with whether it goes on."""
 
         async def freeze(self, mode: PauseMode) -> None:
             if mode is frozen:
-                self._thawed.clear()
-                self._ended |= self._flying
+                ended = self._flying - self._ended.keys()
+                self._ended |= {name: asyncio.get_running_loop().create_future() for name in ended}
                 await super().abort(list(self._flying))
             await super().freeze(mode)
 
         async def unfreeze(self) -> None:
             await super().unfreeze()
-            self._thawed.set()
+            self._decide(self._ended, goes_on=True)
+
+        async def abort(self, request_ids: list[str]) -> None:
+            self._decide(request_ids, goes_on=False)
+            await super().abort(request_ids)
+
+        def _decide(self, names: Iterable[str], *, goes_on: bool) -> None:
+            for name in names:
+                if name in self._ended and not self._ended[name].done():
+                    self._ended[name].set_result(goes_on)
 
         async def stats(self) -> EngineStats:
             stats, count = await super().stats(), len(self._ended)
@@ -393,10 +402,13 @@ def resubmitting(
                 first = await super().generate(request)
             finally:
                 self._flying.discard(request.request_id)
-            if request.request_id not in self._ended or first.finish_reason is not FinishReason.ABORT:
+            if request.request_id not in self._ended:
                 return first
-            await self._thawed.wait()
-            self._ended.discard(request.request_id)
+            try:
+                if first.finish_reason is not FinishReason.ABORT or not await self._ended[request.request_id]:
+                    return first
+            finally:
+                del self._ended[request.request_id]
             again = change(left(request, first))
             assert again is not None
             return join(first, await super().generate(again))

@@ -1,0 +1,116 @@
+"""Draw wrong backends from a seed.
+
+The other modules of mutants are written by those who write the suite, and so know what the suite looks at. Mutants that
+are drawn do not.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Final, cast
+
+from drivetrain.backend.base import GenerateRequest
+from drivetrain.types.modes import PauseMode
+from drivetrain_conformance.mutants.drawn.answers import of_a_whole_answer, of_an_answer, of_other_answers
+from drivetrain_conformance.mutants.drawn.calls import of_a_call, of_a_leak, of_a_tensor, of_the_configuration
+from drivetrain_conformance.mutants.drawn.mutant import (
+    Drawn,
+    Effect,
+    Holds,
+    OnConfig,
+    OnRequest,
+    OnResult,
+    Scene,
+)
+from drivetrain_conformance.mutants.drawn.numbers import log_count
+from drivetrain_conformance.mutants.drawn.requests import (
+    CONTEXT,
+    field_of,
+    is_sampled,
+    of_a_count,
+    of_a_list,
+    of_a_number,
+    of_a_processor,
+    of_a_seed,
+    of_any_field,
+)
+
+_EFFECTS: Final[tuple[tuple[int, Callable[[random.Random], tuple[str, Effect]]], ...]] = (
+    *((4, of_a_number), (2, of_a_count), (3, of_a_list), (2, of_a_processor), (2, of_a_seed), (4, of_any_field)),
+    *((5, of_an_answer), (2, of_a_whole_answer), (3, of_other_answers), (3, of_a_call), (2, of_a_leak)),
+    *((2, of_a_tensor), (1, of_the_configuration)),
+)
+
+_EVENTS: Final = (
+    *("abort", "freeze in_place", "freeze retract", "sleeps", "wakes", "update", "load_lora_adapter"),
+    *("unload_lora_adapter", "load_lora_tensors", "refuses", "stream", "n > 1", "reset_prefix_cache"),
+)
+
+
+def _calls(rng: random.Random) -> tuple[str, Holds]:
+    """Draw a condition of any call."""
+    event, number, every = rng.choice(_EVENTS), log_count(rng, 2, 16), rng.randrange(2, 6)
+    ways: tuple[tuple[str, Holds], ...] = (
+        ("", lambda scene: True),
+        (f"after {event!r}", lambda scene: event in scene.past),
+        (f"from call {number} on", lambda scene: scene.number >= number),
+        (f"at every call {every}", lambda scene: scene.number % every == 0),
+    )
+    return rng.choice(ways)
+
+
+_FIELDS: Final = (
+    *("seed", "lora", "logit_bias", "logit_processors", "structured_output", "min_new_tokens", "logprobs"),
+    *("prompt_logprobs", "repetition_penalty", "frequency_penalty", "return_hidden_states", "top_k", "min_p"),
+    *("return_sampling_mask", "ignore_eos", "stop", "stop_regex", "priority", "scoring", "return_routed_experts"),
+)
+
+
+def _requests(rng: random.Random) -> tuple[str, Holds]:
+    """Draw a condition of a request."""
+    length, tokens, beside = log_count(rng, 2, CONTEXT), log_count(rng, 1, CONTEXT), log_count(rng, 1, 64)
+    field = rng.choice(_FIELDS)
+    off: tuple[Any, ...] = (None, 0, False, (), {}) if field != "repetition_penalty" else (1.0,)
+
+    def asks(scene: Scene) -> bool:
+        return scene.request is not None and field_of(scene.request, field) not in off
+
+    def of(holds: Callable[[GenerateRequest], bool]) -> Holds:
+        return lambda scene: scene.request is not None and holds(scene.request)
+
+    ways: tuple[tuple[str, Holds], ...] = (
+        (f"for prompts of {length} tokens or more", of(lambda request: len(request.prompt_token_ids) >= length)),
+        (f"for requests of {tokens} tokens or more", of(lambda request: request.max_new_tokens >= tokens)),
+        (f"beside {beside} others", lambda scene: len(scene.beside) >= beside),
+        (f"with {field}", asks),
+        ("in streams", lambda scene: scene.method == "stream"),
+        ("with n > 1", of(lambda request: request.params.n > 1)),
+        ("with weights of an update", lambda scene: "update" in scene.past),
+        ("at temperature 0", of(lambda request: not is_sampled(request))),
+    )
+    return rng.choice(ways) if rng.random() < 0.75 else _calls(rng)
+
+
+def draw(seed: int, count: int) -> list[Drawn]:
+    """Draw distinct wrong backends."""
+    rng, found = random.Random(f"wrong backends {seed}"), dict[str, Drawn]()
+    weighted = [make for weight, make in _EFFECTS for _ in range(weight)]
+    while len(found) < count:
+        does, effect = rng.choice(weighted)(rng)
+        asked = getattr(effect, "method", "") or (*getattr(effect, "methods", ()), "")[0]
+        per_request = isinstance(effect, OnRequest | OnResult) or asked in ("generate", "stream")
+        when, holds = _requests(rng) if per_request else _calls(rng)
+        of_prompt = "prompt" in does or "priority" in does
+        if isinstance(effect, OnRequest) and not of_prompt and "that of" not in does and rng.random() < 0.15:
+            effect = replace(effect, frozen=rng.choice((PauseMode.IN_PLACE, PauseMode.RETRACT)))
+            when, holds = f"once frozen {cast(PauseMode, effect.frozen).value}", lambda scene: True
+        elif isinstance(effect, OnRequest | OnResult) and not of_prompt and rng.random() < 0.15:
+            effect = replace(effect, start=log_count(rng, 1, 1000))
+            when, holds = f"from item {effect.start} on", lambda scene: True
+        elif isinstance(effect, OnConfig) or asked in ("start", "stats"):
+            when, holds = "", lambda scene: True
+        name = f"{does}, {when}".removesuffix(", ")
+        found.setdefault(name, Drawn(name, effect, holds))
+    return [*found.values()]

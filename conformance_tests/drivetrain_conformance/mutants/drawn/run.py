@@ -1,0 +1,104 @@
+"""Run the suite on wrong backends that are drawn, and tell which share of them it catches."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from rich.text import Text
+
+from drivetrain.backend.base import Backend
+from drivetrain.cli.output import out
+from drivetrain_conformance.harness.case import Case
+from drivetrain_conformance.harness.progress_bar import progress_bar
+from drivetrain_conformance.harness.runner import Runner
+from drivetrain_conformance.harness.verdict import Verdict
+from drivetrain_conformance.mutants.drawn.draw import draw
+from drivetrain_conformance.mutants.drawn.mutant import Drawn
+from drivetrain_conformance.mutants.drawn.watched import Probe, probed_backend, wrong_backend
+from drivetrain_conformance.mutants.registry import Mutant
+from drivetrain_conformance.mutants.run import MUTANT_PROFILE, suite_of_mutant
+
+_SECONDS: Final = 90.0
+"""Timeout of one case: a wrong backend may hang."""
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnResult:
+    """Result of running the suite on one drawn mutant."""
+
+    mutant: Drawn
+    cases: tuple[str, ...]
+    """Cases that reach it, shortest first; empty if none does."""
+    caught_by: str = ""
+    message: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """The verdict in a word or two."""
+        return "caught" if self.caught_by else "MISSED" if self.cases else "not reached"
+
+
+def run_drawn_mutants(backend: str, cases: Sequence[Case], *, count: int, seed: int) -> bool:
+    """Draw mutants, run the suite on each, and show which are caught.
+
+    A mutant that no case reaches is a hole of the suite as well: nobody would notice it.
+
+    Returns:
+        True if all were caught.
+    """
+    pool = draw(seed, count)
+    seconds: dict[str, float] = {}
+    reaching: dict[str, list[Case]] = {one.name: [] for one in pool}
+    with progress_bar(backend, len(cases)) as advance:
+        for case, took, names in reached(backend, pool, cases, seed):
+            seconds[case.id] = took
+            advance(case.id)
+            for name in names:
+                reaching[name].append(case)
+    results: list[DrawnResult] = []
+    with progress_bar(backend, len(pool)) as advance:
+        for one in pool:
+            chosen = sorted(reaching[one.name], key=lambda case: seconds[case.id])
+            results.append(result := try_drawn(backend, one, chosen, seed))
+            advance(one.name)
+            style = "" if result.caught_by else "red"
+            out.print(Text(f"{result.verdict:12} {one.name} [{result.caught_by}]"), style=style, soft_wrap=True)
+    counts = Counter(result.verdict for result in results)
+    out.print(
+        f"{counts['caught']} of {len(results)} caught, {counts['MISSED']} missed, {counts['not reached']} not reached"
+    )
+    return counts["caught"] == len(results)
+
+
+def reached(
+    backend: str, pool: Sequence[Drawn], cases: Sequence[Case], seed: int = 0
+) -> Iterator[tuple[Case, float, list[str]]]:
+    """Run cases on the correct backend; yield each that passes, its seconds, and the mutants that show in it."""
+    probe = Probe(pool)
+    with _runner(backend, lambda correct: probed_backend(correct, probe), seed) as runner:
+        for case in cases:
+            probe.begin(case.id)
+            result = runner.execute(case)
+            if result.verdict is Verdict.PASSED:
+                unseen = {one.name for one in probe.unseen}
+                yield case, result.seconds, [one.name for one in pool if one.name not in unseen]
+
+
+def try_drawn(backend: str, mutant: Drawn, cases: Sequence[Case], seed: int = 0) -> DrawnResult:
+    """Run cases on a wrong backend until one fails."""
+    ids = tuple(case.id for case in cases)
+    with _runner(backend, lambda correct: wrong_backend(correct, mutant), seed) as runner:
+        for case in cases:
+            result = runner.execute(case)
+            if result.verdict is Verdict.FAILED:
+                return DrawnResult(mutant, ids, case.id, result.judgement.message)
+    return DrawnResult(mutant, ids)
+
+
+def _runner(backend: str, spoil: Callable[[type[Backend]], type[Backend]], seed: int) -> Runner:
+    profile = replace(MUTANT_PROFILE, case_timeout=_SECONDS)
+    made = Mutant("drawn", "", "", (), spoil_backend=spoil)
+    return Runner(suite_of_mutant(backend, made)(), profile=profile, seed=seed)
