@@ -417,7 +417,10 @@ async def test_a_row_knows_where_a_prefix_may_end() -> None:
 async def test_text_after_a_video_begins_after_its_largest_position(
     step: float, whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compare with the rule of Qwen2-VL's authors, as the suite's oracle has it; transformers 5.17 takes whole seconds."""
+    """Compare with the rule of Qwen2-VL's authors, as the suite's oracle has it.
+
+    transformers 5.17 takes whole seconds, and 5.24 does not.
+    """
     ids = [5, 6, START, *[PLACE + 1] * 24, END, START, *[PLACE] * 6, END, 7, START, *[PLACE + 1] * 4, END, 8, 9]
     videos, images = [(6, 4, 4), (2, 2, 4)], [(1, 4, 6)]
     model = reference(tiny_model("qwen2_5_vl")).model
@@ -428,7 +431,8 @@ async def test_text_after_a_video_begins_after_its_largest_position(
         def of_whole_seconds(
             ids: torch.Tensor, second_per_grid_ts: torch.Tensor, mm_token_type_ids: torch.Tensor, **grids: torch.Tensor
         ) -> object:
-            return index(ids, mm_token_type_ids=mm_token_type_ids, second_per_grid_ts=second_per_grid_ts.long(), **grids)
+            seconds = second_per_grid_ts.long()
+            return index(ids, mm_token_type_ids=mm_token_type_ids, second_per_grid_ts=seconds, **grids)
 
         monkeypatch.setattr(model.base_model, "get_rope_index", of_whole_seconds)
     starts = {3: (24, PLACE + 1, videos[0]), 29: (6, PLACE, images[0]), 38: (4, PLACE + 1, videos[1])}
