@@ -341,7 +341,7 @@ def prompts_of(architecture: str) -> list[tuple[TokenPrompt | ChatPrompt, int | 
         prompts.append((TokenPrompt(token_ids=torch.randint(0, 256, (length,), generator=draw).tolist()), 0))
     if architecture in VISION:
         pixels = torch.randint(0, 256, (56, 84, 3), generator=torch.Generator().manual_seed(9), dtype=torch.uint8)
-        parts = [{"type": "image"}, {"type": "text", "text": "What is it?"}]
+        parts: list[dict[str, Any]] = [{"type": "image"}, {"type": "text", "text": "What is it?"}]
         image = ImageInput.from_pil(Image.fromarray(pixels.numpy()))
         prompts.append((ChatPrompt(messages=(Message(role="user", content=parts),), media=(image,)), None))
     return prompts
