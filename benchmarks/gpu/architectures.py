@@ -6,9 +6,9 @@
 For each architecture two tiny models are made with random weights in bfloat16: a base and a changed one. One engine is
 started from each. The base's engine then takes the changed policy, a module of transformers, through shared memory,
 must answer as the changed model's engine does, and takes the base's weights back through CUDA IPC, then the changed
-ones, five times over one connection. Answers are greedy
-tokens, their logprobs and the prompts' logprobs, asked for one request at a time. One line of JSON is printed for each
-architecture and step:
+ones, five times over one connection. Answers are greedy tokens, their logprobs and the prompts' logprobs, asked for one
+request at a time; a model of vision is also asked about an image. One line of JSON is printed for each architecture and
+step:
 
 - equal: the answers are those of the engine that was loaded afresh; ``gap`` is the largest difference in nats.
 - refused: the engine took nothing, and ``reason`` is its typed error.
@@ -31,22 +31,25 @@ import asyncio
 import json
 import math
 import os
+import shutil
 import sys
 import tempfile
 import time
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 import transformers
 from engine_fields import sglang_fields, vllm_fields
+from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from drivetrain import InferenceEngine, SamplingParams, create_engine
+from drivetrain import ChatPrompt, ImageInput, InferenceEngine, Message, SamplingParams, TokenPrompt, create_engine
 from drivetrain.errors import InvalidWeights, UnsupportedCapability, WeightPlanMismatch, WeightSyncError
-from drivetrain.testing import byte_tokenizer
+from drivetrain.testing import byte_tokenizer, tiny_model
 from drivetrain_weight_sync import WeightSync
 from drivetrain_weight_sync.tensors.block_quantisation import quantise_blocks
 
@@ -189,8 +192,35 @@ ARCHITECTURES: Final[dict[str, dict[str, Any]]] = {
         "attn_type_list": [1, 1],
     },
     "apertus": {**_GROUPED, "hidden_act": "xielu", "max_position_embeddings": 65536},
+    # Kimi-K2 is a DeepSeek-V3 of one group of experts.
+    "kimi_k2": {
+        **_MLA,
+        "model_type": "deepseek_v3",
+        "rope_parameters": {**_YARN, "rope_theta": 50000.0, "beta_fast": 1.0},
+        "q_lora_rank": 192,
+        "n_group": 1,
+        "topk_group": 1,
+        "n_routed_experts": 24,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "num_nextn_predict_layers": 0,
+    },
+    "llama4_text": {
+        **_GROUPED,
+        "head_dim": 64,
+        "num_hidden_layers": 4,
+        "intermediate_size": 128,
+        "intermediate_size_mlp": 256,
+        "num_local_experts": 16,
+        "num_experts_per_tok": 1,
+        "interleave_moe_layer_step": 2,
+        "max_position_embeddings": 8192,
+    },
 }
-"""Architecture (the ``model_type`` of transformers) → fields of its configuration, of sizes that GPU kernels take."""
+"""Architecture → fields of its configuration, of sizes that GPU kernels take. A name is a ``model_type`` of
+transformers, unless the fields name one."""
+VISION: Final = ("qwen2_5_vl", "qwen3_vl")
+"""Architectures that see images, of the sizes of ``tiny_model``."""
 
 ENGINES: Final[dict[str, dict[str, Any]]] = {
     "sglang": {**sglang_fields(GRAPHS, share=0.85, cache_tokens=8192), "max_num_seqs": 4},
@@ -200,6 +230,9 @@ OF_ARCHITECTURE: Final[dict[tuple[str, str], dict[str, Any]]] = {
     # Or the states of recurrent layers take most of the GPU.
     ("sglang", "qwen3_next"): {"max_mamba_cache_size": 32},
     ("sglang", "falcon_h1"): {"max_mamba_cache_size": 32},
+    # Wheels of 0.26 lack its own kernel for Hopper.
+    ("vllm", "qwen3_next"): {"additional_config": {"gdn_prefill_backend": "triton"}},
+    **{("sglang", architecture): {"mm_attention_backend": "triton_attn"} for architecture in VISION},
 }
 """More of ``engine_kwargs`` on a GPU."""
 ON_CPU: Final[dict[str, dict[str, Any]]] = {"sglang": {}, "vllm": {}}
@@ -229,8 +262,11 @@ class Policy:
 
 def make(architecture: str, root: Path, *, blocks: bool) -> Policy:
     """Write both models to folders beneath ``root``."""
-    fields = ARCHITECTURES[architecture]
-    config = transformers.AutoConfig.for_model(architecture, **fields)
+    if architecture in VISION:
+        return make_vision(architecture, root)
+    fields = {name: value for name, value in ARCHITECTURES[architecture].items() if name != "model_type"}
+    model_type = ARCHITECTURES[architecture].get("model_type", architecture)
+    config = transformers.AutoConfig.for_model(model_type, **fields)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     base = _save(_shaken(model, 0.1, alike=False), root / architecture / "base", fields)
@@ -242,6 +278,19 @@ def make(architecture: str, root: Path, *, blocks: bool) -> Policy:
         in_blocks(base)
         in_blocks(changed)
     return Policy(base, changed, model.to(torch.bfloat16).eval(), base_model.to(torch.bfloat16).eval())
+
+
+def make_vision(architecture: str, root: Path) -> Policy:
+    """Write both models, with the files of their processors."""
+    base, changed = (root / architecture / name for name in ("base", "changed"))
+    tiny_model(architecture, directory=base, dtype="bfloat16")
+    read = partial(transformers.AutoModelForImageTextToText.from_pretrained, dtype=torch.bfloat16)
+    module = read(base).eval()
+    torch.manual_seed(0)
+    _shaken(module, 0.3, alike=True)
+    shutil.copytree(base, changed)
+    module.save_pretrained(changed)
+    return Policy(base, changed, module, read(base).eval())
 
 
 @torch.no_grad()
@@ -313,16 +362,28 @@ def engine_of(args: argparse.Namespace, architecture: str, folder: Path) -> Infe
     return create_engine(fields)
 
 
-async def answers(engine: InferenceEngine) -> Answers:
-    """Ask the engine a few prompts, one request at a time."""
-    found: Answers = []
+def prompts_of(architecture: str) -> list[tuple[TokenPrompt | ChatPrompt, int | None]]:
+    """Prompts, and what to ask of their logprobs; those of an image's places are asked of no engine."""
+    prompts: list[tuple[TokenPrompt | ChatPrompt, int | None]] = []
     for seed, length in enumerate((3, 40, 90)):
         draw = torch.Generator().manual_seed(seed)
-        prompt = torch.randint(0, 256, (length,), generator=draw).tolist()
+        prompts.append((TokenPrompt(token_ids=torch.randint(0, 256, (length,), generator=draw).tolist()), 0))
+    if architecture in VISION:
+        pixels = torch.randint(0, 256, (56, 84, 3), generator=torch.Generator().manual_seed(9), dtype=torch.uint8)
+        parts: list[dict[str, Any]] = [{"type": "image"}, {"type": "text", "text": "What is it?"}]
+        image = ImageInput.from_pil(Image.fromarray(pixels.numpy()))
+        prompts.append((ChatPrompt(messages=(Message(role="user", content=parts),), media=(image,)), None))
+    return prompts
+
+
+async def answers(engine: InferenceEngine, architecture: str) -> Answers:
+    """Ask the engine a few prompts, one request at a time."""
+    found: Answers = []
+    for prompt, of_prompts in prompts_of(architecture):
         params = SamplingParams(
-            max_new_tokens=NEW_TOKENS, temperature=0, ignore_eos=True, logprobs=0, prompt_logprobs=0
+            max_new_tokens=NEW_TOKENS, temperature=0, ignore_eos=True, logprobs=0, prompt_logprobs=of_prompts
         )
-        (completion,) = (await engine.generate(prompt, params)).completions
+        (completion,) = (await engine.generate([prompt], params)).completions
         of_prompt = [number for number in completion.prompt_logprobs or () if number is not None]
         found.append((list(completion.token_ids), [*of_prompt, *(completion.logprobs or ())]))
     return found
@@ -367,7 +428,14 @@ class Report:
 
 
 async def push(
-    args: argparse.Namespace, engine: InferenceEngine, module: Any, strategy: str, wanted: Answers, *, times: int = 1
+    args: argparse.Namespace,
+    engine: InferenceEngine,
+    architecture: str,
+    module: Any,
+    strategy: str,
+    wanted: Answers,
+    *,
+    times: int = 1,
 ) -> Any:
     """Push a module's weights and compare what the engine says then.
 
@@ -384,7 +452,7 @@ async def push(
         except REFUSALS as error:
             kind = "failed" if engine.state.value == "dirty" else "refused"
             return {"verdict": kind, "reason": said(error)}
-        found = compared(await answers(engine), wanted)
+        found = compared(await answers(engine, architecture), wanted)
         return {**found, "tensors": result.tensors}
 
 
@@ -406,23 +474,23 @@ async def sweep(args: argparse.Namespace, report: Report, architecture: str, pol
             first, fresh = (engine_of(args, architecture, folder) for folder in (policy.base, policy.changed))
             if args.device == "cuda":
                 await asyncio.gather(*(stack.enter_async_context(engine) for engine in (first, fresh)))
-                before, wanted = await answers(first), await answers(fresh)
+                before, wanted = await answers(first, architecture), await answers(fresh, architecture)
             else:  # one engine at a time: the machine is small
                 async with fresh:
-                    wanted = await answers(fresh)
+                    wanted = await answers(fresh, architecture)
                 await stack.enter_async_context(first)
-                before = await answers(first)
+                before = await answers(first, architecture)
             if before == wanted:
                 say("start", verdict="failed", reason="the changed model answers as the base does")
                 return
             say("start", verdict="started", versions=first.versions)
             step = "shared_memory"
-            say(step, **await push(args, first, policy.module, step, wanted))
+            say(step, **await push(args, first, architecture, policy.module, step, wanted))
             if args.device == "cuda":
                 step = "cuda_ipc"
-                say(step, **await push(args, first, policy.base_module, step, before))
+                say(step, **await push(args, first, architecture, policy.base_module, step, before))
                 step = "cuda_ipc again"
-                say(step, **await push(args, first, policy.module, "cuda_ipc", wanted, times=5))
+                say(step, **await push(args, first, architecture, policy.module, "cuda_ipc", wanted, times=5))
     except asyncio.CancelledError:
         say(step, verdict="failed", reason=f"not over after {args.minutes:g} minutes")
         raise
@@ -434,7 +502,7 @@ async def measure(args: argparse.Namespace) -> int:
     report = Report(args.json)
     beside = asyncio.Semaphore(args.beside)
     making = asyncio.Lock()
-    names = args.only or list(ARCHITECTURES)
+    names = args.only or [*ARCHITECTURES, *VISION]
 
     async def one(architecture: str, root: Path) -> None:
         async with beside:
@@ -461,7 +529,7 @@ async def measure(args: argparse.Namespace) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("backend", choices=sorted(ENGINES))
-    parser.add_argument("--only", nargs="+", choices=sorted(ARCHITECTURES), help="these architectures")
+    parser.add_argument("--only", nargs="+", choices=sorted([*ARCHITECTURES, *VISION]), help="these architectures")
     parser.add_argument("--beside", type=int, default=5, help="architectures at once; each has two engines")
     parser.add_argument("--minutes", type=float, default=8, help="end after so long")
     parser.add_argument("--json", help="write all lines there after each")

@@ -405,13 +405,29 @@ async def test_a_row_knows_where_a_prefix_may_end() -> None:
     assert row.keys(list(range(16))) == [0, 1, 2, *[-9] * 4, 7, 8, 9, *[-8] * 4, 14, 15]
 
 
+@pytest.mark.parametrize("whole", [False, True], ids=["", "whole-seconds"])
 @pytest.mark.parametrize("step", [1.0, 2.0, 7.5])
-async def test_text_after_a_video_begins_after_its_largest_position(step: float) -> None:
-    """Compare with the rule of Qwen2-VL's authors, as the suite's oracle has it."""
+async def test_text_after_a_video_begins_after_its_largest_position(
+    step: float, whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compare with the rule of Qwen2-VL's authors, as the suite's oracle has it.
+
+    transformers 5.17 takes whole seconds, and 5.24 does not.
+    """
     ids = [5, 6, START, *[PLACE + 1] * 24, END, START, *[PLACE] * 6, END, 7, START, *[PLACE + 1] * 4, END, 8, 9]
     videos, images = [(6, 4, 4), (2, 2, 4)], [(1, 4, 6)]
     model = reference(tiny_model("qwen2_5_vl")).model
     a_second = model.config.vision_config.tokens_per_second
+    if whole:
+        index = model.base_model.get_rope_index
+
+        def of_whole_seconds(
+            ids: torch.Tensor, second_per_grid_ts: torch.Tensor, mm_token_type_ids: torch.Tensor, **grids: torch.Tensor
+        ) -> object:
+            seconds = second_per_grid_ts.long()
+            return index(ids, mm_token_type_ids=mm_token_type_ids, second_per_grid_ts=seconds, **grids)
+
+        monkeypatch.setattr(model.base_model, "get_rope_index", of_whole_seconds)
     starts = {3: (24, PLACE + 1, videos[0]), 29: (6, PLACE, images[0]), 38: (4, PLACE + 1, videos[1])}
     media = [
         PlacedMedium(

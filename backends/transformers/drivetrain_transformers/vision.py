@@ -138,7 +138,23 @@ def mrope_positions(
         # float64: rounding errors could make whole products of seconds and speed one less.
         arguments["second_per_grid_ts"] = torch.tensor(timed, dtype=torch.float64)
     positions: torch.Tensor = index(ids, **arguments)[0][:, 0]
-    return _continued(positions, media) if "video_grid_thw" in grids else positions
+    if "video_grid_thw" not in grids:
+        return positions
+    videos = [medium for medium in media if medium.token_id == video_token_id]
+    for medium, own in zip(videos, seconds, strict=True):
+        if own is not None:
+            _time(positions, medium, own * model.config.vision_config.tokens_per_second)
+    return _continued(positions, media)
+
+
+def _time(positions: torch.Tensor, video: PlacedMedium, step: float) -> None:
+    """Write the temporal positions of a video whose frame pairs are so many positions apart.
+
+    The ``get_rope_index`` of transformers 5.17 rounds the seconds between them down to whole ones.
+    """
+    frames = int(video.inputs["video_grid_thw"][0, 0])
+    times = (torch.arange(frames, dtype=torch.float64) * step).long().repeat_interleave(video.count // frames)
+    positions[0, video.start : video.end] = positions[1:, video.start : video.end].min() + times
 
 
 def _continued(positions: torch.Tensor, media: Sequence[PlacedMedium]) -> torch.Tensor:

@@ -392,7 +392,10 @@ class VLLMBackend(WorkerBackend[Collected]):
             if pinned:
                 await self._running.pin_lora(number)
         except Exception as error:
-            raise InvalidRequest(f"vLLM refused the adapter: {error}", field=field) from error
+            has_experts = any(".experts." in layer for naming in self._adaptable for layer in naming)
+            # 0.26 only asserts it, without a word.
+            hint = "; of experts it takes gate_proj, up_proj and down_proj together, in each expert of a layer, or none"
+            raise InvalidRequest(f"vLLM refused the adapter: {error}{has_experts * hint}", field=field) from error
         self._adapters[lora_name] = wanted
 
     async def _unload(self, lora_name: str) -> None:
