@@ -25,7 +25,7 @@ ELSEWHERE = {
     "endpoint": "tests/sglang/test_remote.py::test_nobody_there_is_an_error_in_time",
     "endpoint_api_key": "tests/sglang/test_remote.py::test_a_host_process_gets_the_key",
     "expert_parallel_size": f"{CASES}/parallel.py::experts_split_over_two_ranks",
-    "gpu_memory_utilization": "tests/sglang/test_translate.py::test_a_share_of_a_gpu_is_refused_where_there_is_none",
+    "gpu_memory_utilization": "tests/core/test_engine_adapters.py::test_a_share_of_a_gpu_is_refused_without_one",
     "isolation": f"{CASES}/faults.py::a_host_killed_while_it_starts",
     "logprobs_mode": f"{CASES}/lifecycle.py::_check_logprobs_mode",
     "max_loras": f"{CASES}/lora.py::no_more_adapters_than_the_limit",

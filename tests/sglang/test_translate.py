@@ -319,24 +319,6 @@ def test_requests_hold_nothing_that_is_not_translated() -> None:
     assert fields == known | {"lora", "priority", "media", "resumed_tokens", "scoring"} | of_the_page
 
 
-def test_a_share_of_a_gpu_is_refused_where_there_is_none() -> None:
-    share = config(gpu_memory_utilization=0.4)
-    assert translate.engine_arguments(share, "cuda", "bfloat16", 64)["mem_fraction_static"] == 0.4
-    with pytest.raises(InvalidConfig, match=r"gpu_memory_utilization=0.4: .*max_total_tokens") as error:
-        translate.engine_arguments(share, "cpu", "float32", 64)
-    assert error.value.field == "gpu_memory_utilization"
-
-
-def test_attention_that_a_cpu_does_not_have_is_refused() -> None:
-    arguments = translate.engine_arguments(config(attention_backend="torch_native"), "cpu", "float32", 64)
-    assert arguments["attention_backend"] == "torch_native"
-    other = config(attention_backend="flashinfer")
-    assert translate.engine_arguments(other, "cuda", "bfloat16", 64)["attention_backend"] == "flashinfer"
-    with pytest.raises(InvalidConfig, match=r"attention_backend='flashinfer': on a CPU .* torch_native") as error:
-        translate.engine_arguments(other, "cpu", "float32", 64)
-    assert error.value.field == "attention_backend"
-
-
 @pytest.mark.parametrize("enable_sleep", [True, False])
 def test_memory_is_made_ready_for_sleep_if_it_is_asked_for(enable_sleep: bool) -> None:
     arguments = translate.engine_arguments(config(enable_sleep=enable_sleep), "cuda", "bfloat16", 64)

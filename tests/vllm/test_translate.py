@@ -443,21 +443,3 @@ def test_scores_are_split_into_their_arrays() -> None:
     alone = translate.Collected(replace(asked, prompt_token_ids=[1]))
     alone.add(output([5], "length"))
     assert alone.result("v").scores is None, "the engine page scores one token alone"
-
-
-def test_a_share_of_a_gpu_is_refused_where_there_is_none() -> None:
-    share = config(gpu_memory_utilization=0.4)
-    assert translate.engine_arguments(share, "cuda", "bfloat16", 64)["gpu_memory_utilization"] == 0.4
-    with pytest.raises(InvalidConfig, match=r"gpu_memory_utilization=0.4: .*kv_cache_memory_bytes") as error:
-        translate.engine_arguments(share, "cpu", "float32", 64)
-    assert error.value.field == "gpu_memory_utilization"
-
-
-def test_attention_that_a_cpu_does_not_have_is_refused() -> None:
-    arguments = translate.engine_arguments(config(attention_backend="CPU_ATTN"), "cpu", "float32", 64)
-    assert arguments["attention_backend"] == "CPU_ATTN"
-    other = config(attention_backend="FLASH_ATTN")
-    assert translate.engine_arguments(other, "cuda", "bfloat16", 64)["attention_backend"] == "FLASH_ATTN"
-    with pytest.raises(InvalidConfig, match=r"attention_backend='FLASH_ATTN': on a CPU .* CPU_ATTN") as error:
-        translate.engine_arguments(other, "cpu", "float32", 64)
-    assert error.value.field == "attention_backend"
