@@ -338,16 +338,6 @@ async def test_retracted_requests_stay_through_sleep_and_a_push(model: Path) -> 
         assert fleet.health() == ["ready", "ready"]
 
 
-async def test_prefixes_are_forgotten_by_all(model: Path) -> None:
-    async with fleet_of(2, model) as fleet:
-        await fleet.generate([[7] * 100], GREEDY)
-        await fleet.reset_prefix_cache()
-        assert (await fleet.generate([[7] * 100], GREEDY)).completions[0].cached_tokens == 0
-        report = await fleet.validate_weights()
-        assert report.ok
-        assert (await fleet.check_weight_sync_integrity("initial")).ok
-
-
 # Agreement --------------------------------------------------------------------------------------------------------
 
 

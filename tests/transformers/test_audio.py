@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import base64
 import json
 import shutil
 from collections.abc import Callable, Sequence
@@ -21,26 +19,21 @@ from transformers.models.qwen2_audio.modeling_qwen2_audio import Qwen2AudioEncod
 from drivetrain import (
     AudioInput,
     Capability,
-    ChatPrompt,
     EngineConfig,
     EngineError,
     EngineStartError,
-    FinishReason,
     GenerationOutput,
     ImageInput,
     InvalidRequest,
-    Message,
     PauseMode,
-    SamplingParams,
     TokenPrompt,
     create_engine,
 )
-from drivetrain.media import qwen_audio, sound
 from drivetrain.testing import tiny_model
 from drivetrain_conformance.assets.made_adapters import make_adapter, merge
 from drivetrain_transformers import TransformersBackend
 from drivetrain_transformers.row_media import MediaPass, RowMedia
-from engines import HANGING, tried_again, until_running
+from engines import tried_again
 from media_prompts import (
     END,
     GREEDY,
@@ -182,21 +175,6 @@ async def test_requests_with_sounds_can_be_aborted_while_they_are_prepared(folde
     await check_abort_while_prepared(engine_of(folder), MIXED[1])
 
 
-async def test_requests_with_sounds_can_be_aborted(folder: Path) -> None:
-    endless = GREEDY.model_copy(update={"max_new_tokens": 900})
-    async with engine_of(folder) as engine:
-        given = [prompt.given for prompt in MIXED[1:3]]
-        both: asyncio.Task[GenerationOutput] = asyncio.create_task(
-            engine.generate(given, [endless, GREEDY], request_ids=["a", "b"])
-        )
-        await until_running(engine, 2)
-        await engine.abort("a")
-        completions = (await asyncio.wait_for(both, HANGING)).completions
-        assert completions[0].finish_reason is FinishReason.ABORT
-        for completion, prompt in zip(completions, MIXED[1:3], strict=True):
-            check_answer(completion, prompt, reference(folder))
-
-
 async def test_rows_with_sounds_use_adapters_of_the_language_model(folder: Path, tmp_path: Path) -> None:
     for name in ("stored", "merged", "refused"):
         (tmp_path / name).mkdir()
@@ -217,38 +195,6 @@ async def test_streams_have_sounds(folder: Path, isolation: str) -> None:
         (whole,) = await answers(engine, MIXED[4:5])
     assert [token for chunk in streamed for token in chunk.token_ids] == whole.token_ids
     check_answer(whole, MIXED[4], reference(folder))
-
-
-async def test_a_sound_of_another_rate_is_resampled(folder: Path) -> None:
-    at = np.arange(2 * RATE) / (2 * RATE)
-    tone = (np.sin(2 * np.pi * 440 * at) / 2).astype(np.float32)
-    token_ids = (1, START, PLACE, END, 2)
-    async with engine_of(folder) as engine:
-        given = [AudioInput.from_array(tone, 2 * RATE), AudioInput.from_array(tone[::2], RATE)]
-        prompts = [TokenPrompt(token_ids=token_ids, media=(one,)) for one in given]
-        fast, plain = (await engine.generate(prompts, GREEDY)).completions
-    assert fast.prompt_token_ids == plain.prompt_token_ids
-    assert fast.logprobs == pytest.approx(plain.logprobs, abs=0.05)
-
-
-async def test_openais_input_audio_is_heard(folder: Path) -> None:
-    data = AudioInput.from_array(SHORT, RATE).data
-    assert data is not None
-    parts = [
-        {"type": "input_audio", "input_audio": {"data": base64.b64encode(data).decode(), "format": "wav"}},
-        {"type": "text", "text": "?"},
-    ]
-    payload = {"messages": [{"role": "user", "content": parts}], "max_tokens": 12, "temperature": 0, "logprobs": True}
-    chat = ChatPrompt(
-        messages=(Message(role="user", content=[{"type": "audio"}, {"type": "text", "text": "?"}]),),
-        media=(AudioInput(data=data),),
-    )
-    async with engine_of(folder) as engine:
-        (completion,) = (await engine.generate(chat, SamplingParams(max_new_tokens=12, temperature=0))).completions
-        answer = await engine.chat_completion(payload)
-    assert completion.prompt_token_ids.count(PLACE) == 12
-    assert answer["usage"]["prompt_tokens"] == len(completion.prompt_token_ids)
-    assert answer["choices"][0]["message"]["content"] == completion.text
 
 
 # Claims and refusals -------------------------------------------------------------------------------------------------
@@ -347,14 +293,3 @@ async def _heard_in_two_rounds(folder: Path, mutant: Callable[[pytest.MonkeyPatc
             completions = [*await answers(engine, MIXED), *await answers(engine, MIXED)]
     for completion, prompt in zip(completions, MIXED * 2, strict=True):
         check_answer(completion, prompt, by)
-
-
-async def test_one_that_ignores_the_rate_is_caught(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = sound.decoded
-
-    def at_its_own_rate(data: bytes, bounds: Any, rate: int) -> Sound:
-        return original(data, bounds, int.from_bytes(data[24:28], "little"))
-
-    monkeypatch.setattr(qwen_audio, "decoded", at_its_own_rate)
-    with pytest.raises(AssertionError):
-        await test_a_sound_of_another_rate_is_resampled(folder)

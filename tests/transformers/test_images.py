@@ -31,7 +31,6 @@ from drivetrain import (
     RegexGrammar,
     SamplingParams,
     TokenPrompt,
-    UnsupportedCapability,
     create_engine,
 )
 from drivetrain.testing import VISION_ARCHITECTURES, tiny_model
@@ -330,12 +329,6 @@ async def test_videos_are_claimed_where_they_can_be_read(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if name in installed else None)
     claims = Capability.VIDEO in TransformersBackend.capabilities(of(tiny_model(architecture)))
     assert claims is (len(installed) == 2 and architecture in ("qwen2_vl", "qwen2_5_vl"))
-
-
-async def test_images_for_a_model_without_vision_are_refused() -> None:
-    async with engine_of(tiny_model("qwen2")) as engine:
-        with pytest.raises(UnsupportedCapability, match="'images'"):
-            await engine.generate(TokenPrompt(token_ids=(1, 2), media=MIXED[1].given.media), GREEDY)
 
 
 @pytest.mark.parametrize(

@@ -75,23 +75,6 @@ async def frozen(engine: InferenceEngine, mode: PauseMode) -> asyncio.Task[Gener
     return task
 
 
-@pytest.mark.parametrize("mode", [PauseMode.IN_PLACE, PauseMode.RETRACT])
-async def test_frozen_requests_go_on_with_their_states(engine: InferenceEngine, model: Path, mode: PauseMode) -> None:
-    task = await frozen(engine, mode)
-    await engine.continue_generation()
-    for completion in (await task).completions:
-        assert len(completion.token_ids) == 250
-        require_logprobs(oracle.load(model), completion)
-
-
-async def test_an_aborted_row_leaves_the_states_of_others_alone(engine: InferenceEngine, model: Path) -> None:
-    others = asyncio.create_task(engine.generate(PROMPTS[1:], LONG))
-    async for _ in engine.generate_stream(PROMPTS[0], LONG):
-        break
-    for completion in (await others).completions:
-        require_logprobs(oracle.load(model), completion)
-
-
 async def test_requests_sleep_and_wake_with_their_tokens(engine: InferenceEngine, model: Path) -> None:
     task = await frozen(engine, PauseMode.RETRACT)
     await engine.sleep([MemoryTag.KV_CACHE])
