@@ -26,6 +26,7 @@ from drivetrain.types.config import EngineConfig, Task
 from drivetrain.types.outputs import FinishReason, TopLogprobs
 from drivetrain.types.routed_experts import RoutedExperts
 from drivetrain.types.sampling import EbnfGrammar, JsonSchema, LogprobsMode, RegexGrammar
+from drivetrain.types.sampling import SamplingParams as OurParams
 from drivetrain.types.token_scores import TokenScores
 from drivetrain_sampling import NO_TOKEN, NOT_FINITE
 from drivetrain_sampling.encoded_params import encode_params
@@ -344,15 +345,8 @@ def sampling_params(request: GenerateRequest, *, stream: bool) -> Any:
     extra: dict[str, object] = {}
     if params.structured_output is not None and params.stop_token_ids:
         extra[STOPS] = list(params.stop_token_ids)
-    match params.structured_output:
-        case JsonSchema(json_schema=schema):
-            native["structured_outputs"] = StructuredOutputsParams(json=schema)
-        case RegexGrammar(regex=expression):
-            native["structured_outputs"] = StructuredOutputsParams(regex=expression)
-        case EbnfGrammar(ebnf=grammar):
-            native["structured_outputs"] = StructuredOutputsParams(grammar=grammar)
-        case None:
-            pass
+    if grammar := _grammar(params):
+        native["structured_outputs"] = StructuredOutputsParams(**grammar)
     if drawn_by_vllm(request):
         native["temperature"] = params.temperature
         native["top_p"] = params.top_p
@@ -400,16 +394,22 @@ def plain_sampling_params(request: GenerateRequest) -> dict[str, object]:
         native["logit_bias"] = {str(token): bias for token, bias in params.logit_bias.items()}
     if request.seed is not None:
         native["seed"] = request.seed
+    if grammar := _grammar(params):
+        native["structured_outputs"] = grammar
+    return native
+
+
+def _grammar(params: OurParams) -> dict[str, str]:
+    """Return a request's grammar by vLLM's name of its kind; nothing if it has none."""
     match params.structured_output:
         case JsonSchema(json_schema=schema):
-            native["structured_outputs"] = {"json": schema}
+            return {"json": schema}
         case RegexGrammar(regex=expression):
-            native["structured_outputs"] = {"regex": expression}
+            return {"regex": expression}
         case EbnfGrammar(ebnf=grammar):
-            native["structured_outputs"] = {"grammar": grammar}
+            return {"grammar": grammar}
         case None:
-            pass
-    return native
+            return {}
 
 
 PLAIN_FIELDS: Final = frozenset(
