@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from drivetrain.backend.toolkit.progress_bars import no_progress_bars
 from drivetrain.checks.extras import from_extra
 from drivetrain.errors import InvalidConfig
 from drivetrain.types.config import EngineConfig
+from drivetrain_conformance.references.oracle import load_reference
 
 if TYPE_CHECKING:
     import torch
@@ -73,22 +73,11 @@ class Reference:
 
     def _loaded(self) -> PreTrainedModel:
         import torch
-        from transformers import (
-            AutoConfig,
-            AutoModelForCausalLM,
-            AutoModelForImageTextToText,
-            AutoModelForMultimodalLM,
-        )
 
         config = self._config
         options: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
         try:
-            own = AutoConfig.from_pretrained(config.model, **options)
-            kind: Any = AutoModelForMultimodalLM if hasattr(own, "audio_config") else AutoModelForCausalLM
-            if hasattr(own, "vision_config"):
-                kind = AutoModelForImageTextToText
-            with no_progress_bars():
-                module: PreTrainedModel = kind.from_pretrained(config.model, dtype="auto", **options)
+            module = load_reference(config.model, dtype="auto", **options)
             module.to(torch.device(self.device))  # type: ignore[arg-type]  # transformers wraps `to` without its `self`
         except Exception as error:  # transformers' errors have no common base class
             raise InvalidConfig(
@@ -96,8 +85,6 @@ class Reference:
                 f"{type(error).__name__}: {error}",
                 field="model",
             ) from error
-        module.requires_grad_(False)
-        module.eval()
         self._convert_while_running(module)
         return module
 

@@ -99,6 +99,22 @@ class SoundsOracle(Oracle, Protocol):
         ...
 
 
+def load_reference(model: str, **options: Any) -> PreTrainedModel:
+    """Load a checkpoint for forward passes, with the class that transformers has for its media."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM
+
+    remote = {name: value for name, value in options.items() if name != "dtype"}
+    config = AutoConfig.from_pretrained(model, **remote)
+    kind: Any = AutoModelForMultimodalLM if hasattr(config, "audio_config") else AutoModelForCausalLM
+    if hasattr(config, "vision_config"):
+        kind = AutoModelForImageTextToText
+    with no_progress_bars():
+        made: PreTrainedModel = kind.from_pretrained(model, **options)
+    made.requires_grad_(False)
+    made.eval()
+    return made
+
+
 class TransformersOracle:
     """A transformers forward pass in float32 on the CPU: no cache, no batch, no padding."""
 
@@ -108,22 +124,8 @@ class TransformersOracle:
     @cached_property
     def _model(self) -> PreTrainedModel:
         import torch
-        from transformers import (
-            AutoConfig,
-            AutoModelForCausalLM,
-            AutoModelForImageTextToText,
-            AutoModelForMultimodalLM,
-        )
 
-        config = AutoConfig.from_pretrained(self._path)
-        kind: Any = AutoModelForMultimodalLM if hasattr(config, "audio_config") else AutoModelForCausalLM
-        if hasattr(config, "vision_config"):
-            kind = AutoModelForImageTextToText
-        with no_progress_bars():
-            model: PreTrainedModel = kind.from_pretrained(self._path, dtype=torch.float32)
-        model.requires_grad_(False)
-        model.eval()
-        return model
+        return load_reference(str(self._path), dtype=torch.float32)
 
     def logits(self, token_ids: Sequence[int]) -> Logits:
         """Run the model over the whole sequence."""
