@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Final
 
 _TAGS: Final = {"<think>": "</think>", "[THINK]": "[/THINK]", "<seed:think>": "</seed:think>", "◁think▷": "◁/think▷"}
-_OPENINGS: Final = re.compile("|".join(map(re.escape, _TAGS)))
 _EITHER: Final = re.compile("|".join(map(re.escape, [*_TAGS, *_TAGS.values()])))
 _ENDINGS: Final = re.compile("|".join(map(re.escape, _TAGS.values())))
 

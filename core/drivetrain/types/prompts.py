@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 from io import BytesIO
-from typing import TYPE_CHECKING, Final, Literal, Self
+from typing import TYPE_CHECKING, Final, Self
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
@@ -173,5 +173,3 @@ class ChatPrompt(_Frozen):
 Prompt = TokenPrompt | TextPrompt | ChatPrompt
 PromptLike = Prompt | str | Sequence[int] | Sequence[Message] | Sequence[Mapping[str, JsonValue]]
 """Types accepted as a prompt: a :data:`Prompt`, text, a list of token ids, or a list of chat messages."""
-
-PromptKind = Literal["tokens", "text", "chat"]

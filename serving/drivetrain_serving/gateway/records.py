@@ -88,11 +88,6 @@ class StoredRecord:
                 data = file.read(self.size)
         return msgspec.msgpack.decode(data, type=Record)
 
-    @property
-    def is_spilled(self) -> bool:
-        """True if the record is on disk only."""
-        return self._data is None
-
     def spill(self) -> None:
         """Write the record to its session's file, and free the memory."""
         assert self._data is not None

@@ -145,12 +145,7 @@ def _refuse(rollout: RolloutConfig, model: HFModelConfig) -> None:
         value = getattr(rollout, name, None)
         if hasattr(rollout, name) and is_refused(value):
             raise _invalid(f"rollout.{name}", value, f"the drivetrain rollout has no equivalent; {remedy}")
-    for name, switch in (
-        ("mtp", "enable_rollout"),
-        ("qat", "enable"),
-        ("prometheus", "enable"),
-        ("profiler", "enable"),
-    ):
+    for name, switch in _SWITCHES:
         if _get(getattr(rollout, name, None), switch):
             raise _invalid(f"rollout.{name}.{switch}", True, "the drivetrain rollout cannot do it; set it to false")
     rank = _get(model.lora, "rank") or model.lora_rank

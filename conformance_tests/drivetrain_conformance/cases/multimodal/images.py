@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from drivetrain.errors import InvalidRequest
 from drivetrain.types.capability import Capability
@@ -32,11 +32,6 @@ from drivetrain_conformance.cases.multimodal.checks import (
     served,
 )
 from drivetrain_conformance.cases.multimodal.media_files import black_pixel, eps, pattern_pixel, png, png_header
-
-_PRIVATE_HOSTS: Final = (
-    *("127.0.0.1", "localhost", "0.0.0.0", "[::1]", "[::ffff:127.0.0.1]", "127.1", "2130706433"),
-    *("169.254.169.254", "10.0.0.1", "192.168.0.1"),
-)
 
 
 @case(Capability.IMAGES, model=ModelKind.VISION, config=BOUNDED)
