@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import io
 import wave
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from drivetrain.backend.base import GenerateRequest, GenerateResult, ReadMedium
 from drivetrain.types.config import EngineConfig, MediaLimits
 from drivetrain.types.prompts import AudioInput, MediaInput
+from drivetrain_conformance.mutants.images import keeps_what_old_weights_saw
 from drivetrain_conformance.mutants.registry import mutant
 from drivetrain_conformance.mutants.spoil import (
     CorrectBackend,
@@ -63,19 +64,8 @@ class ignores_the_sampling_rate(CorrectBackend):
 
 
 @mutant("multimodal/new_weights_hear_a_sound_anew", says=_BELOW)
-class keeps_what_old_weights_heard(CorrectBackend):
+class keeps_what_old_weights_heard(keeps_what_old_weights_saw):
     """The answer about a sound that old weights gave is given after an update."""
-
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._heard: dict[Hashable, GenerateResult] = {}
-
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
-        result = await super().generate(request)
-        if not request.media:
-            return result
-        heard = self._heard.setdefault((tuple(request.prompt_token_ids), request.media), result)
-        return dataclasses.replace(heard, weight_versions=result.weight_versions)
 
 
 @config_mutant("multimodal/what_is_no_sound_is_refused", says="expected InvalidRequest for prompts, but nothing was")
