@@ -101,36 +101,36 @@ def require(capabilities: frozenset[Capability], capability: Capability, what: s
         )
 
 
-def check_seconds(value: float | None, default: float, field: str = "timeout") -> float:
+def check_seconds(value: float | None, default: float) -> float:
     """Return ``value``, or ``default`` if it is None.
 
     Raises:
         InvalidRequest: it is not a number above 0.
     """
-    return default if value is None else simple_values.check_seconds(field, value)
+    return default if value is None else simple_values.check_seconds("timeout", value)
 
 
-def absolute_path(value: object, field: str = "path") -> str:
+def absolute_path(value: object) -> str:
     """Return an absolute path: ``~`` is expanded, and a relative path starts at this process's working directory.
 
     Raises:
         InvalidRequest: it is not a path.
     """
-    text = simple_values.check_path(field, value)
+    text = simple_values.check_path("path", value)
     try:
         return str(Path(text).expanduser().absolute())
     except RuntimeError as error:  # ``~name`` of an unknown user
-        raise InvalidRequest(f"{field}={shown(value)}: {error}", field=field) from error
+        raise InvalidRequest(f"path={shown(value)}: {error}", field="path") from error
 
 
-def check_url(value: object, field: str = "url") -> str:
+def check_url(value: object) -> str:
     """Return the URL if it names a protocol.
 
     Raises:
         InvalidRequest: it names none.
     """
     if not isinstance(value, str) or not all(value.partition("://")):
-        raise InvalidRequest(f"{field}={shown(value)}: expected a URL such as 's3://bucket/folder'", field=field)
+        raise InvalidRequest(f"url={shown(value)}: expected a URL such as 's3://bucket/folder'", field="url")
     return value
 
 

@@ -51,8 +51,8 @@ class NamedBefore:
 class EitherWay:
     """Reads as :class:`NamedBefore` if the opening contains a name, else as :class:`NamedWithin`."""
 
-    def __init__(self, ending: str = "") -> None:
-        self._before, self._within = NamedBefore(ending), NamedWithin(ending)
+    def __init__(self) -> None:
+        self._before, self._within = NamedBefore(), NamedWithin()
 
     def __call__(self, functions: Functions, text: str, opening: re.Match[str]) -> Block | None:
         """Read the block that begins at ``opening``; None if it does not hold calls to known functions."""

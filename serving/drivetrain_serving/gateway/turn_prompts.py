@@ -54,7 +54,6 @@ def prepare(
     *,
     adapter: str | None,
     keep_answers: bool,
-    where: str = "messages",
 ) -> PreparedPrompt:
     """Find the turn that a conversation continues, and return the prompt's ids. Call it in a thread.
 
@@ -65,7 +64,6 @@ def prepare(
         context_length: The model's context length.
         adapter: The adapter that answers; None: the model itself.
         keep_answers: Extend an answer's ids also where the template renders it differently by now.
-        where: The messages' name in errors.
 
     Raises:
         InvalidRequest: The chat template rejects the messages, or the text is far too long.
@@ -87,9 +85,9 @@ def prepare(
                 continue
             path = session.path_to(turn)
             ids = ids_of(path)
-            ids += ids_after(tokenizer, after, ids[-1], context_length, where)
+            ids += ids_after(tokenizer, after, ids[-1], context_length, "messages")
             return PreparedPrompt(ids, path, turn.number if continues is None else continues, None, rendered)
-    ids = tokenizer.encode(TextPrompt(text=text, add_special_tokens=False), context_length, where)
+    ids = tokenizer.encode(TextPrompt(text=text, add_special_tokens=False), context_length, "messages")
     return PreparedPrompt(ids, (), continues, because, rendered)
 
 
