@@ -567,3 +567,6 @@ class Backend(ABC):
     def _unsupported(self, capability: Capability | str) -> UnsupportedCapability:
         name = capability.value if isinstance(capability, Capability) else capability
         return UnsupportedCapability(f"the {self.name} backend does not support {name}", capability=name)
+
+
+ReportProgress = Callable[[str], None]
