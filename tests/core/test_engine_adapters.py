@@ -1,4 +1,4 @@
-"""What the SGLang and the vLLM backend have in common, with neither engine installed."""
+"""Behaviour that the SGLang and the vLLM backend share, with neither engine installed."""
 
 from __future__ import annotations
 

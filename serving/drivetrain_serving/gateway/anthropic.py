@@ -13,6 +13,7 @@ from drivetrain.errors import DrivetrainError, InvalidRequest
 from drivetrain.openai.responses import FinishReasonName, ToolCall
 from drivetrain_serving.gateway import answer_types as types
 from drivetrain_serving.gateway.errors import body_and_status
+from drivetrain_serving.http_layer.bodies import list_of
 from drivetrain_serving.http_layer.error_statuses import described
 from drivetrain_serving.vllm.answer_types import ChatChunk, ChatCompletion, ChatUsageChunk, DetailedUsage
 from drivetrain_serving.vllm.json_objects import Json
@@ -65,7 +66,7 @@ def to_chat(body: Mapping[str, object], template: str) -> Json:
     if body.get("stop_sequences"):
         chat["stop"] = body["stop_sequences"]
     chat["messages"] = _system(body.get("system"))
-    for index, message in enumerate(_list(body.get("messages"), "messages")):
+    for index, message in enumerate(list_of(body.get("messages"), "messages")):
         chat["messages"] += _messages(message, f"messages.{index}")
     if chat["messages"] and chat["messages"][-1]["role"] == "assistant":  # the answer goes on from its text
         chat |= {"continue_final_message": True, "add_generation_prompt": False}
@@ -76,7 +77,7 @@ def to_chat(body: Mapping[str, object], template: str) -> Json:
     if config.get("effort"):
         chat["reasoning_effort"] = config["effort"]
     if body.get("tools"):
-        tools = enumerate(_list(body["tools"], "tools"))
+        tools = enumerate(list_of(body["tools"], "tools"))
         chat["tools"] = [_tool(tool, f"tools.{index}") for index, tool in tools]
     choice = body.get("tool_choice")
     if isinstance(choice, Mapping):
@@ -102,7 +103,7 @@ def _format(output: object) -> Json:
 def _system(system: object) -> list[Json]:
     if not system:
         return []
-    texts = [system] if isinstance(system, str) else [_text(block, "system") for block in _list(system, "system")]
+    texts = [system] if isinstance(system, str) else [_text(block, "system") for block in list_of(system, "system")]
     said = [text for text in texts if not text.startswith(_ACCOUNTING)]
     return [{"role": "system", "content": "\n".join(said)}] if said else []
 
@@ -117,7 +118,7 @@ def _messages(message: object, where: str) -> Iterator[Json]:
     if isinstance(content, str):
         yield {"role": role, "content": content}
         return
-    blocks = _list(content, f"{where}.content")
+    blocks = list_of(content, f"{where}.content")
     if role == "assistant":
         yield _assistant(blocks, f"{where}.content")
         return
@@ -158,7 +159,7 @@ def _assistant(blocks: Sequence[object], where: str) -> Json:
 def _result(content: object, where: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
-    return "\n".join(_text(block, where) for block in _list(content, where))
+    return "\n".join(_text(block, where) for block in list_of(content, where))
 
 
 def _text(block: object, where: str) -> str:
@@ -178,12 +179,6 @@ def _tool(tool: object, where: str) -> Json:
             described = {"description": more["description"]} if more.get("description") else {}
             return {"type": "function", "function": {"name": name, **described, "parameters": schema}}
     raise InvalidRequest(f"{where}={shown(tool)}: expected a tool with a name and an input_schema", field=where)
-
-
-def _list(value: object, where: str) -> list[object]:
-    if not isinstance(value, list):
-        raise InvalidRequest(f"{where}={shown(value)}: expected a list", field=where)
-    return value
 
 
 # Answers -------------------------------------------------------------------------------------------------------------

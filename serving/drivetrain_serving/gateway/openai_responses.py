@@ -11,6 +11,7 @@ from drivetrain.checks.safe_repr import shown
 from drivetrain.errors import DrivetrainError, InvalidRequest
 from drivetrain.openai.responses import FinishReasonName, ToolCall
 from drivetrain_serving.gateway import answer_types as types
+from drivetrain_serving.http_layer.bodies import list_of
 from drivetrain_serving.http_layer.error_statuses import described
 from drivetrain_serving.vllm.answer_types import ChatChunk, ChatCompletion, ChatUsageChunk, DetailedUsage
 from drivetrain_serving.vllm.json_objects import Json
@@ -62,7 +63,7 @@ def to_chat(body: Mapping[str, object]) -> Json:
     if isinstance(text, Mapping) and text.get("format"):
         chat["response_format"] = _format(text["format"])
     if body.get("tools"):
-        chat["tools"] = [_tool(tool, f"tools.{index}") for index, tool in enumerate(_list(body["tools"], "tools"))]
+        chat["tools"] = [_tool(tool, f"tools.{index}") for index, tool in enumerate(list_of(body["tools"], "tools"))]
     chat["messages"] = _messages(body.get("instructions"), body.get("input"))
     if chat.get("stream"):
         chat["stream_options"] = {"include_usage": True}
@@ -70,7 +71,7 @@ def to_chat(body: Mapping[str, object]) -> Json:
 
 
 def _messages(instructions: object, given: object) -> list[Json]:
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else _list(given, "input")
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else list_of(given, "input")
     messages: list[Json] = [{"role": "system", "content": instructions}] if instructions else []
     for index, item in enumerate(items):
         where = f"input.{index}"
@@ -108,7 +109,7 @@ def _text(content: object, where: str) -> str:
     if isinstance(content, str):
         return content
     texts: list[str] = []
-    for part in _list(content, where):
+    for part in list_of(content, where):
         match part:
             case {"type": kind, "text": str(text)} if kind in _TEXTS:
                 texts.append(text)
@@ -131,12 +132,6 @@ def _tool(tool: object, where: str) -> Json:
             described = {key: more[key] for key in ("description", "parameters") if more.get(key) is not None}
             return {"type": "function", "function": {"name": name, **described}}
     raise InvalidRequest(f"{where}={shown(tool)}: expected a tool of type function, with a name", field=where)
-
-
-def _list(value: object, where: str) -> list[object]:
-    if not isinstance(value, list):
-        raise InvalidRequest(f"{where}={shown(value)}: expected a list", field=where)
-    return value
 
 
 # Answers -------------------------------------------------------------------------------------------------------------

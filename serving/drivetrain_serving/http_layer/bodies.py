@@ -11,6 +11,8 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 
+from drivetrain.checks.safe_repr import shown
+from drivetrain.errors import InvalidRequest
 from drivetrain_serving.config import ServerConfig
 
 _T = TypeVar("_T")
@@ -79,6 +81,28 @@ async def read_fields(request: Request, config: ServerConfig, kind: type[_M], *,
         wants_type: Refuse a body that is not called ``application/json``.
     """
     return kind.model_validate(await read_json(request, config, wants_type=wants_type))
+
+
+def text_of(value: object, field: str) -> str:
+    """Return a field's value if it is a text that is not empty.
+
+    Raises:
+        InvalidRequest: it is none.
+    """
+    if not isinstance(value, str) or not value:
+        raise InvalidRequest(f"{field}={shown(value)}: expected a text that is not empty", field=field)
+    return value
+
+
+def list_of(value: object, field: str) -> list[object]:
+    """Return a field's value if it is a list.
+
+    Raises:
+        InvalidRequest: it is none.
+    """
+    if not isinstance(value, list):
+        raise InvalidRequest(f"{field}={shown(value)}: expected a list", field=field)
+    return value
 
 
 def query_flag(query: Mapping[str, str], name: str, default: bool) -> bool:

@@ -16,7 +16,7 @@ from drivetrain.errors import DrivetrainError, InvalidRequest
 from drivetrain.types.weights import CommunicatorSpec, TensorSpec
 from drivetrain_serving.config import ServerConfig
 from drivetrain_serving.http_layer.answers import json_answer
-from drivetrain_serving.http_layer.bodies import read_fields, unless_disconnected
+from drivetrain_serving.http_layer.bodies import list_of, read_fields, text_of, unless_disconnected
 from drivetrain_serving.http_layer.route_docs import OF_ENGINES, Fields, documented
 from drivetrain_serving.sglang.answer_types import WeightsChanged
 from drivetrain_serving.sglang.errors import FailureBody, failure_answer
@@ -136,7 +136,7 @@ class WeightGroupRoutes:
     @_answered
     async def destroy_weights_update_group(self, request: Request) -> str:
         """Answer POST ``/destroy_weights_update_group``."""
-        name = _name(await read_fields(request, self._config, GroupFields))
+        name = text_of((await read_fields(request, self._config, GroupFields)).group_name, "group_name")
         await self._groups.destroy(name)
         return f"The group {name!r} was left."
 
@@ -145,7 +145,7 @@ class WeightGroupRoutes:
     async def update_weights_from_distributed(self, request: Request) -> str:
         """Answer POST ``/update_weights_from_distributed``, once the bucket has come."""
         asked = await read_fields(request, self._config, BucketFields)
-        name = _name(asked)
+        name = text_of(asked.group_name, "group_name")
         try:
             bucket = WeightBucket(
                 group_name=name,
@@ -186,7 +186,7 @@ def _join(asked: JoinFields, timeout: float) -> Join:
     given = {
         "master_address": address.removeprefix("[").removesuffix("]") if isinstance(address, str) else address,
         **asked.model_dump(include={"master_port", "rank_offset", "world_size"}, exclude_unset=True),
-        "group_name": _name(asked),
+        "group_name": text_of(asked.group_name, "group_name"),
         "backend": asked.backend or "nccl",
     }
     try:
@@ -205,16 +205,9 @@ def _join(asked: JoinFields, timeout: float) -> Join:
     )
 
 
-def _name(asked: GroupFields) -> str:
-    name = asked.group_name
-    if not isinstance(name, str) or not name:
-        raise InvalidRequest(f"group_name={shown(name)}: expected a text that is not empty", field="group_name")
-    return name
-
-
 def _specs(asked: BucketFields) -> tuple[TensorSpec, ...]:
-    names, dtypes = _list(asked.names, "names"), _list(asked.dtypes, "dtypes")
-    shapes = _list(asked.shapes, "shapes")
+    names, dtypes = list_of(asked.names, "names"), list_of(asked.dtypes, "dtypes")
+    shapes = list_of(asked.shapes, "shapes")
     if not len(names) == len(dtypes) == len(shapes):
         raise InvalidRequest(
             f"names, dtypes and shapes have {len(names)}, {len(dtypes)} and {len(shapes)} entries; give one of each "
@@ -222,12 +215,6 @@ def _specs(asked: BucketFields) -> tuple[TensorSpec, ...]:
             field="names",
         )
     return tuple(_tensor(*one) for one in zip(names, dtypes, shapes, strict=True))
-
-
-def _list(given: object, field: str) -> list[object]:
-    if not isinstance(given, list):
-        raise InvalidRequest(f"{field}={shown(given)}: expected a list", field=field)
-    return given
 
 
 def _tensor(name: object, dtype: object, shape: object) -> TensorSpec:

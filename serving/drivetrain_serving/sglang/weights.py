@@ -19,7 +19,7 @@ from drivetrain.types.capability import Capability
 from drivetrain.types.modes import PauseMode
 from drivetrain.types.weights import TensorData
 from drivetrain_serving.http_layer.answers import json_answer
-from drivetrain_serving.http_layer.bodies import read_fields
+from drivetrain_serving.http_layer.bodies import read_fields, text_of
 from drivetrain_serving.http_layer.error_statuses import described
 from drivetrain_serving.http_layer.route_docs import Fields, documented
 from drivetrain_serving.served_engine import ServedEngine
@@ -119,7 +119,7 @@ class WeightRoutes:
         asked = await read_fields(request, self._served.config, FromDiskFields)
         paused = 0
         try:
-            folder = _text(asked.model_path, "model_path")
+            folder = text_of(asked.model_path, "model_path")
             _check_update(asked)
             if flag(asked.abort_all_requests, "abort_all_requests"):
                 await self._engine.abort_generation()
@@ -145,7 +145,7 @@ class WeightRoutes:
         """Answer POST ``/update_weight_version``, which ends all requests unless ``abort_all_requests`` is false."""
         asked = await read_fields(request, self._served.config, NewVersionFields)
         try:
-            version = _text(asked.new_version, "new_version")
+            version = text_of(asked.new_version, "new_version")
             if flag(asked.abort_all_requests, "abort_all_requests", True):
                 await self._engine.abort_generation()
             await self._engine.update_weight_version(version)
@@ -181,7 +181,7 @@ class WeightRoutes:
         rows = _ROWS if asked.truncate_size is None else asked.truncate_size
         if type(rows) is not int or rows < 0:
             raise HTTPException(400, f"truncate_size={shown(rows)}: expected 0 or more")
-        tensor = await self._engine.get_weights_by_name(_text(asked.name, "name"))
+        tensor = await self._engine.get_weights_by_name(text_of(asked.name, "name"))
         return json_answer(_rows(tensor, rows))
 
     # Adapters ----------------------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ class WeightRoutes:
         """Answer POST ``/load_lora_adapter``; a name that is taken gets the new weights."""
         asked = await read_fields(request, self._served.config, LoadFields)
         try:
-            name, path = _text(asked.lora_name, "lora_name"), _text(asked.lora_path, "lora_path")
+            name, path = text_of(asked.lora_name, "lora_name"), text_of(asked.lora_path, "lora_path")
             if not await asyncio.to_thread(os.path.isdir, path):
                 raise InvalidRequest(f"lora_path={shown(path)}: there is no such folder", field="lora_path")
             await self._served.load_adapter(name, path, replace=True)
@@ -204,7 +204,7 @@ class WeightRoutes:
         """Answer POST ``/unload_lora_adapter``; requests that use the adapter end first."""
         asked = await read_fields(request, self._served.config, UnloadFields)
         try:
-            name = _text(asked.lora_name, "lora_name")
+            name = text_of(asked.lora_name, "lora_name")
             if name not in self._served.adapters:
                 raise InvalidRequest(f"lora_name={shown(name)}: no such adapter is loaded", field="lora_name")
             await self._served.unload_idle_adapter(name)
@@ -220,12 +220,6 @@ class WeightRoutes:
             success=False, error_message=str(error), loaded_adapters=None, drivetrain=described(error)
         )
         return json_answer(body, status_here(error))
-
-
-def _text(value: object, name: str) -> str:
-    if not isinstance(value, str) or not value:
-        raise InvalidRequest(f"{name}={shown(value)}: expected a text that is not empty", field=name)
-    return value
 
 
 def _check_update(asked: FromDiskFields) -> None:
