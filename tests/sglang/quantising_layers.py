@@ -27,6 +27,11 @@ WIDTH, EXPERTS = 256, 3
 class Layer(nn.Module):
     """A linear layer of two fused parts, or experts with three matrices each."""
 
+    weight: torch.Tensor
+    weight_scale_inv: torch.Tensor
+    w13_weight: torch.Tensor
+    w2_weight: torch.Tensor
+
     def __init__(self, method: Any) -> None:
         super().__init__()
         self.quant_method = method

@@ -229,7 +229,7 @@ class DeviceCopies:
         indices = np.cumsum([copy.name is not None for copy in made]) - 1
         ends = [finished(0, copy.source) if copy.begin is None else 0 for copy in digested]
         self.ends: np.ndarray = np.array(ends, dtype=np.int64)
-        """What is added to each sum to make it a digest."""
+        """Added to each sum to make it a digest."""
         self._tables: list[tuple[_Kind, torch.Tensor]] = []
         """The kernel's table for each kind of copy."""
         kinds = [_Kind.of(copy) for copy in made]

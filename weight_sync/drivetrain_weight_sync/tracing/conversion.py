@@ -56,7 +56,7 @@ class Conversion:
         self._launches = 0
         self._graph: torch.cuda.CUDAGraph | None = None
         self._is_captured = memory.is_cuda
-        """Whether a graph is captured at the second launch."""
+        """True if a graph is captured at the second launch."""
 
     @torch.no_grad()
     def launch(self) -> Launched:
