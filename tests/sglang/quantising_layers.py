@@ -19,6 +19,7 @@ from torch import nn
 
 from drivetrain.types.weights import TensorSpec, WeightManifest
 from drivetrain_sglang.in_engine import quantised_layers
+from drivetrain_weight_sync.tensors.block_quantisation import quantise_blocks
 from drivetrain_weight_sync.tracing.traced_target import TracedTarget
 
 WIDTH, EXPERTS = 256, 3
@@ -134,7 +135,7 @@ def test_an_update_makes_what_a_fresh_load_makes(kind: str, monkeypatch: pytest.
         again = made(kind)
         if kind == "in blocks":  # the checkpoint that SGLang loads is quantised already
             for of, part in enumerate((pushed["gate"], pushed["up"])):
-                values, scales = quantised_layers.quantise_blocks(part)
+                values, scales = quantise_blocks(part)
                 again.layer.weight.data[WIDTH * of :][:WIDTH].copy_(values)
                 again.layer.weight_scale_inv.data[2 * of :][:2].copy_(scales)
         else:

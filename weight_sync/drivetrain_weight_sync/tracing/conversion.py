@@ -39,7 +39,7 @@ class Conversion:
         # At even places: Triton compiles a variant of the kernel for addresses that are no multiples of 16 bytes.
         places = [many + many % 2 for many in digests]
         self._found = torch.zeros(2, sum(places), dtype=torch.int64, device=memory.device)
-        parts_found = self._found.split(places, dim=1)
+        parts_found = torch.split(self._found, places, dim=1)
         self._filled = {
             part: DeviceCopies(of_part, found=found)
             for (part, of_part), found in zip(copies.items(), parts_found, strict=True)
