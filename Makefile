@@ -419,9 +419,13 @@ conformance-remote: environment-$(BACKEND) ## run the suite on BACKEND through c
 conformance-ray: $(READY) ## run the suite on transformers through handles to Ray actors
 	@OMP_NUM_THREADS=1 $(BIN)/drivetrain conformance transformers --ray --report build/conformance/transformers-ray.json $(ARGS)
 
-conformance-quantised: environment-vllm ## push weights to a vLLM that keeps them in eight bits
+conformance-quantised: environment-vllm environment-sglang ## push weights to engines that keep them in eight bits
 	@$(MAKE) --no-print-directory conformance BACKEND=vllm REPORT=build/vllm-fp8.json \
 		ARGS='--dtype bfloat16 --set "engine_kwargs={quantization: fp8_per_channel}" $(addprefix --case ,$(EQUALS))'
+	@$(MAKE) --no-print-directory conformance BACKEND=sglang REPORT=build/sglang-fp8.json \
+		ARGS='--dtype bfloat16 --set "engine_kwargs={quantization: fp8}" $(addprefix --case ,$(EQUALS))'
+	@OMP_NUM_THREADS=1 .venvs/sglang/bin/python -m pytest -q -W ignore -c /dev/null --rootdir tests/sglang \
+		--noconftest -p no:cacheprovider tests/sglang/quantising_layers.py
 
 conformance-fleet: environment-$(BACKEND) $(READY) ## run the suite on a fleet of two engines of BACKEND
 	@$(ENGINE_ENV) BACKEND=$(BACKEND) $(addprefix ENGINE_PYTHON=,$(ENGINE_PYTHON)) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow" tests/fleet/test_conformance.py $(ARGS)

@@ -212,13 +212,15 @@ class DeviceCopies:
         copies: Copies that all pass :func:`fits`, on one device, with distinct names. No destination is another copy's
             source.
         look: Also look for numbers that are not finite.
+        found: Where the kernel adds its sums, ``[2, digests]`` of zeros; None: memory of its own.
     """
 
-    def __init__(self, copies: Iterable[DeviceCopy], *, look: bool = False) -> None:
+    def __init__(self, copies: Iterable[DeviceCopy], *, look: bool = False, found: torch.Tensor | None = None) -> None:
         made = list(copies)
         digested = [copy for copy in made if copy.name is not None]
-        self._order = [copy.name for copy in digested if copy.name is not None]
-        self.names: frozenset[str] = frozenset(self._order)
+        self.order: list[str] = [copy.name for copy in digested if copy.name is not None]
+        """Names of the digested tensors, in the order of their sums."""
+        self.names: frozenset[str] = frozenset(self.order)
         """Names of the tensors that are digested."""
         self.device = made[0].source.device
         self.nbytes = sum(copy.destination.nbytes for copy in made if copy.destination is not None)
@@ -226,7 +228,8 @@ class DeviceCopies:
         self._look = look
         indices = np.cumsum([copy.name is not None for copy in made]) - 1
         ends = [finished(0, copy.source) if copy.begin is None else 0 for copy in digested]
-        self._ends = np.array(ends, dtype=np.int64)
+        self.ends: np.ndarray = np.array(ends, dtype=np.int64)
+        """Added to each sum to make it a digest."""
         self._tables: list[tuple[_Kind, torch.Tensor]] = []
         """The kernel's table for each kind of copy."""
         kinds = [_Kind.of(copy) for copy in made]
@@ -238,9 +241,9 @@ class DeviceCopies:
         most_rows = max(copy.rows_before - (-copy.source.nbytes // _ROW_BYTES) for copy in made) + 1 + ROWS
         weights = weights_on(self.device)
         self._weights = weights.a, weights.b, weights.per_row(most_rows)
-        self._found = torch.zeros(2, max(len(self._order), 1), dtype=torch.int64, device=self.device)
-        on_gpu = self.device.type == "cuda"
-        self._result = torch.empty(self._found.shape, dtype=torch.int64, pin_memory=True) if on_gpu else self._found
+        shape = 2, max(len(self.order), 1)
+        self._found = torch.zeros(shape, dtype=torch.int64, device=self.device) if found is None else found
+        self._result = page_locked(self._found) if found is None else found
         self._launches = 0
         self._graph: torch.cuda.CUDAGraph | None = None
 
@@ -254,23 +257,21 @@ class DeviceCopies:
         if pace is not None:
             self._launch_paced(pace)
         elif self.device.type != "cuda" or self._launches == 1:
-            self.enqueue()
+            self._enqueue_all()
         else:
             if self._graph is None:
-                self._graph = captured(self.device, self.enqueue)
+                self._graph = captured(self.device, self._enqueue_all)
             self._graph.replay()
-        return self.launched()
+        return Launched(self.order, self.names, self.ends, self._result, self.device)
 
-    def launched(self) -> Launched:
-        """Return the results of the copies enqueued last."""
-        return Launched(self._order, self.names, self._ends, self._result, self.device)
-
-    @torch.no_grad()
     def enqueue(self) -> None:
-        """Launch the kernels alone; a caller may capture them into a CUDA graph of its own."""
-        self._found.zero_()
+        """Launch the kernels, which add to ``found``."""
         for kind, table in self._tables:
             self._run(table, kind)
+
+    def _enqueue_all(self) -> None:
+        self._found.zero_()
+        self.enqueue()
         self._take_result()
 
     def _launch_paced(self, pace: Pace) -> None:
@@ -308,6 +309,11 @@ class DeviceCopies:
             PAIRS=kind.pairs,
             num_warps=_WARPS,
         )
+
+
+def page_locked(found: torch.Tensor) -> torch.Tensor:
+    """Return page-locked memory for the sums of a GPU's kernels; on a CPU, the sums themselves."""
+    return torch.empty(found.shape, dtype=found.dtype, pin_memory=True) if found.is_cuda else found
 
 
 def captured(device: torch.device, enqueue: Callable[[], object]) -> torch.cuda.CUDAGraph:

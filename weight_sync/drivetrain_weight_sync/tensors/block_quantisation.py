@@ -33,9 +33,9 @@ def quantise_blocks(weight: torch.Tensor, block: Sequence[int] = (128, 128)) -> 
     matrices = weight.reshape(-1, rows, columns)
     step = max(1, _AT_ONCE // (rows * columns))
     for some, into, scale in zip(
-        matrices.split(step),
-        quantised.view(-1, rows, columns).split(step),
-        scales.view(-1, high, wide).split(step),
+        torch.split(matrices, step),
+        torch.split(quantised.view(-1, rows, columns), step),
+        torch.split(scales.view(-1, high, wide), step),
         strict=True,
     ):
         padded = nn.functional.pad(some.float(), (0, wide * block[1] - columns, 0, high * block[0] - rows))

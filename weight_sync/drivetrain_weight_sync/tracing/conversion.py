@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from drivetrain_weight_sync.copying.device_copies import DeviceCopies, DeviceCopy, Launched, captured
+from drivetrain_weight_sync.copying.device_copies import DeviceCopies, DeviceCopy, Launched, captured, page_locked
 from drivetrain_weight_sync.tracing.quantised_parts import QuantisedParts
 
 _log = logging.getLogger(__name__)
@@ -34,16 +35,31 @@ class Conversion:
     ) -> None:
         self._parts = parts
         self._memory = memory
-        self._filled = {part: DeviceCopies(of_part) for part, of_part in copies.items()}
-        self.names: frozenset[str] = frozenset().union(*(batch.names for batch in self._filled.values()))
+        digests = [sum(copy.name is not None for copy in of_part) for of_part in copies.values()]
+        # At even places: Triton compiles a variant of the kernel for addresses that are no multiples of 16 bytes.
+        places = [many + many % 2 for many in digests]
+        self._found = torch.zeros(2, sum(places), dtype=torch.int64, device=memory.device)
+        parts_found = torch.split(self._found, places, dim=1)
+        self._filled = {
+            part: DeviceCopies(of_part, found=found)
+            for (part, of_part), found in zip(copies.items(), parts_found, strict=True)
+        }
+        begins = np.cumsum(places) - places
+        taken = np.concatenate([begin + np.arange(many) for begin, many in zip(begins, digests, strict=True)])
+        self._taken = torch.from_numpy(taken).to(memory.device)
+        self._sums = torch.zeros(2, len(taken), dtype=torch.int64, device=memory.device)
+        self._result = page_locked(self._sums)
+        self._order = [name for batch in self._filled.values() for name in batch.order]
+        self._ends = np.concatenate([batch.ends for batch in self._filled.values()])
+        self.names: frozenset[str] = frozenset(self._order)
         """Tensors that are copied and digested."""
         self._launches = 0
         self._graph: torch.cuda.CUDAGraph | None = None
         self._is_captured = memory.is_cuda
-        """Whether a graph is captured at the second launch."""
+        """True if a graph is captured at the second launch."""
 
     @torch.no_grad()
-    def launch(self) -> Iterable[Launched]:
+    def launch(self) -> Launched:
         """Fill and convert all layers; return the digests of what was copied.
 
         From the second launch on, a CUDA graph is replayed, unless the engine's code waits for the GPU.
@@ -59,19 +75,32 @@ class Conversion:
                 self._is_captured = False
             elif not self._is_captured:
                 self._enqueue()
-        elif self._is_captured:
-            if self._graph is None:
-                self._graph = captured(self._memory.device, self._enqueue)
-            self._graph.replay()
         else:
+            self._replay()
+        return Launched(self._order, self.names, self._ends, self._result, self._memory.device)
+
+    def _replay(self) -> None:
+        if self._is_captured and self._graph is None:
+            try:
+                self._graph = captured(self._memory.device, self._enqueue)
+            except Exception as error:
+                _log.warning("the engine's conversion of weights cannot be captured, so no graph is made: %s", error)
+                self._is_captured = False
+                torch.cuda.synchronize(self._memory.device)
+        if self._graph is None:
             self._enqueue()
-        return [batch.launched() for batch in self._filled.values()]
+        else:
+            self._graph.replay()
 
     def _enqueue(self) -> None:
+        self._found.zero_()
         with _NumbersOnDevice():
             for part, batch in self._filled.items():
                 with self._parts.anew(part, self._memory):
                     batch.enqueue()
+        torch.index_select(self._found, 1, self._taken, out=self._sums)
+        if self._result is not self._sums:
+            self._result.copy_(self._sums, non_blocking=True)
 
 
 class _NumbersOnDevice(TorchFunctionMode):

@@ -181,7 +181,7 @@ class QuantisedParts:
 
 
 class _Others:
-    """What a conversion may replace beside parameters: buffers, and attributes of the layer and its quantisation."""
+    """Buffers, and attributes of a layer and its quantisation: a conversion may replace them beside parameters."""
 
     def __init__(self, part: nn.Module) -> None:
         self._part = part
@@ -243,11 +243,10 @@ def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 def as_of(made: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """Give a new tensor another one's class and attributes, such as the loader of a parameter."""
-    if isinstance(tensor, nn.Parameter):
-        made = nn.Parameter(made, requires_grad=False)
-    made.__class__ = tensor.__class__
-    vars(made).update(vars(tensor))
-    return made
+    own: Any = nn.Parameter(made, requires_grad=False) if isinstance(tensor, nn.Parameter) else made
+    own.__class__ = tensor.__class__
+    vars(own).update(vars(tensor))
+    return cast("torch.Tensor", own)
 
 
 def _laid_out(form: LayerForm, memory: torch.Tensor) -> dict[str, torch.Tensor]:

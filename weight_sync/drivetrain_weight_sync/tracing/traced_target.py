@@ -217,7 +217,7 @@ class TracedTarget:
                 for copy in self._ways(name):
                     copy.destination.copy_(copy.part_of(tensor))
         if conversion is not None:
-            self._launched += conversion.launch()
+            self._launched.append(conversion.launch())
         computed = {name: own.pop(name) for name in self._computed & own.keys()}
         if computed:
             self._load_weights(computed.items())
@@ -284,7 +284,7 @@ class TracedTarget:
         if batch is not None:
             self._launched.append(batch.launch())
         if conversion is not None:
-            self._launched += conversion.launch()
+            self._launched.append(conversion.launch())
         return names
 
     def _ways(self, name: str) -> list[Copy]:

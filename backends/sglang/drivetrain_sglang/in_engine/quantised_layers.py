@@ -24,10 +24,11 @@ def register() -> None:
     """Record the layers of each model that SGLang makes."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register("sglang.srt.model_loader.loader._initialize_model", _record, HookType.AFTER)
+    HookRegistry.register("sglang.srt.model_loader.loader._initialize_model", record, HookType.AFTER)
 
 
-def _record(model: nn.Module, *_: object, **__: object) -> None:
+def record(model: nn.Module, *_: object, **__: object) -> None:
+    """Record the parameters of a model's layers before anything is loaded."""
     _RECORDED[model] = {
         layer: LayerForm.of(layer) for layer in model.modules() if getattr(layer, "quant_method", None) is not None
     }
