@@ -96,6 +96,7 @@ def test_a_warm_up_is_no_leak(jitter: list[int], warm_up: list[int]) -> None:
         ([100, 900, 900, 900, 900, 900], 0),
         ([100, 900, 100, 100, 100, 100], 0),
         ([5, 6, 7, 8, 9, 10], 1),
+        ([100, 140, 100, 140, 180, 60, 100, 60, 100, 60, 100, 100], 0),  # up and down
     ],
 )
 def test_growth_is_that_of_most_pieces(held: list[int], grew: int) -> None:
