@@ -64,6 +64,14 @@ class RouteReport:
         """Every case that could not be brought about."""
         return [f"{entry.case}: {entry.message}" for entry in self.cases if entry.verdict is Verdict.NOT_RUN]
 
+    def exceptions(self) -> list[str]:
+        """Every case that did not pass, with its verdict and the first line of its message."""
+        return [
+            f"`{entry.case}`: {entry.verdict.value.replace('_', ' ')}: `{(entry.message.splitlines() or [''])[0]}`"
+            for entry in self.cases
+            if entry.verdict is not Verdict.PASSED
+        ]
+
 
 async def run_routes(target: Target, cases: Sequence[RouteCase]) -> AsyncIterator[RouteEntry]:
     """Run cases one after another; yield how each ended."""
