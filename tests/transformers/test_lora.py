@@ -307,7 +307,7 @@ async def test_an_unloaded_adapter_frees_its_memory_and_leaves_room_for_the_next
         assert sum(of_adapters(engine).values()) == 0
 
 
-async def test_what_reached_its_deadline_can_be_asked_for_again(
+async def test_a_load_can_be_asked_for_again_after_a_deadline_of_it_or_of_an_unload(
     open_engine: OpenEngine, model: Path, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with open_engine(enable_lora=True, max_loras=2, timeouts={"control": 2}, isolation="inline") as engine:
@@ -327,7 +327,8 @@ async def test_what_reached_its_deadline_can_be_asked_for_again(
         with pytest.raises(DeadlineExceeded):
             await engine.unload_lora_adapter("a")
         monkeypatch.setattr(backend, "unload_lora_adapter", unload)
-        await engine.unload_lora_adapter("a")
+        with pytest.raises(InvalidRequest, match="loaded: none"):  # it may be gone, so it is not served
+            await engine.generate("x", PARAMS, lora="a")
         monkeypatch.setattr(backend, "load_lora_adapter", slow_load)
         with pytest.raises(DeadlineExceeded):
             await engine.load_lora_adapter("a", str(adapters["a"]))

@@ -31,5 +31,7 @@ class LoraCalls(Page):
         Raises:
             InvalidRequest: it is not loaded.
             EngineBusy: requests that use it are under way.
+            DeadlineExceeded: it took longer than ``timeouts.control``. The adapter is not served any more, and its name
+                is free; the next load waits until the engine has unloaded it.
         """
         await self.parts.adapters.unload(lora_name)
