@@ -20,7 +20,7 @@ FOREIGN = {
     "Python, to end a forked process as if it were the first one": "_shutdown _run_exitfuncs",
     "Python, to end its helper processes before processes are counted": "_forkserver _resource_tracker"
     " _forkserver._stop _resource_tracker._stop",
-    "torch's modules and storages": "layer._parameters module._parameters owner._parameters layer._buffers"
+    "torch's modules and storages": "layer._parameters part._parameters module._parameters owner._parameters"
     " module._buffers owner._buffers _modules _non_persistent_buffers_set _cdata _C"
     " _construct_storage_from_data_pointer _disabled_torch_function_impl",
     "torch's operations": "_foreach_copy_ _foreach_mul_ _foreach_zero_ _local_scalar_dense _schema _to_copy"

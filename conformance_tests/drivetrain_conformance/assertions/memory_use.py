@@ -145,8 +145,8 @@ def steady_growth(held: Sequence[int], room: int) -> float:
 
     Memory that is given back at once, such as by a garbage collection, hides a leak from any comparison of earlier with
     later measurements. So each fall by more than ``room`` is left out, and as many of the largest rises: blocks that
-    were taken and returned cancel out. At least a sixth of the changes is left out at either end. Where more than a third
-    of the changes are falls, the amount goes up and down, and no change is left out.
+    were taken and returned cancel out. At least a sixth of the changes is left out at either end. Where more than a
+    third of the changes are falls, the amount goes up and down, and no change is left out.
 
     Args:
         held: Amount held after each piece of work; at least 6 measurements.
