@@ -54,7 +54,7 @@ from drivetrain_conformance.assertions.saved_models import check_saved
 from drivetrain_conformance.assets.made_adapters import make_adapter
 from drivetrain_conformance.assets.served_models import ModelKind, copy_model
 from drivetrain_conformance.harness.case import case
-from drivetrain_conformance.harness.testbench import Bench, NoOracle, end_requests, in_time, ordinary_ids
+from drivetrain_conformance.harness.testbench import Bench, NoOracle, TooLate, end_requests, in_time, ordinary_ids
 from drivetrain_conformance.references.oracle import log_softmax
 
 BOUND: Final = 60.0
@@ -120,6 +120,7 @@ async def a_life(bench: Bench) -> None:
             adapter = make_adapter(bench.model, bench.folder("adapter"), seed=1)
             await engine.load_lora_adapter("a", str(adapter.path))
             await _check_requests_at_once(bench, engine, lora="a")
+            await _check_priorities_with_an_adapter(bench, engine)
     finally:
         async with asyncio.timeout(BOUND):
             await engine.teardown()
@@ -355,6 +356,47 @@ async def _check_requests_at_once(bench: Bench, engine: InferenceEngine, lora: s
     assert at_once <= most, f"{at_once} streams made their first tokens at once, where max_num_seqs is {most}"
     together = await _most_seen_running(engine, prompts[:most], lora)
     assert together == most, f"only {together} of {most} requests ran at once, where max_num_seqs is {most}"
+
+
+async def _check_priorities_with_an_adapter(bench: Bench, engine: InferenceEngine) -> None:
+    """Check that waiting requests which use the adapter ``a`` begin in the order of their priorities, highest first.
+
+    Other requests outlast them in all places but one.
+    """
+    needed = (Capability.PRIORITY, Capability.IGNORE_EOS)
+    if engine.config.max_num_seqs is None or not all(map(engine.supports, needed)):
+        return
+    lasting = SamplingParams(max_new_tokens=6 * _LASTING, temperature=0, ignore_eos=True)
+    short = lasting.model_copy(update={"max_new_tokens": 12})
+    most, priorities = engine.config.max_num_seqs, (-1, 2, 0, 1)
+    for _ in range(_TRIES):
+        ended: list[int] = []
+
+        async def ask(priority: int, params: SamplingParams, lora: str | None) -> None:
+            await engine.generate(bench.prompt(engine=engine), params, priority=priority, lora=lora)
+            ended.append(priority)  # noqa: B023 - awaited before the next round
+
+        others = asyncio.create_task(engine.generate(bench.prompts(most - 1, engine=engine), lasting, priority=9))
+        last = asyncio.create_task(ask(9, lasting.model_copy(update={"max_new_tokens": _LASTING}), None))
+        asking: list[asyncio.Task[None]] = []
+        try:
+            while not last.done() and (await engine.stats()).running < most:  # noqa: ASYNC110 - it may be a process
+                await asyncio.sleep(0.002)
+            asking += [asyncio.create_task(ask(priority, short, "a")) for priority in priorities]
+            while not last.done() and (await engine.stats()).waiting < len(priorities):  # noqa: ASYNC110
+                await asyncio.sleep(0.002)
+            waited = not last.done()
+            await asyncio.gather(last, *asking)
+            waited = waited and not others.done()
+        finally:
+            await end_requests(engine, others)
+            await asyncio.gather(last, *asking)
+        if waited:
+            assert ended == [9, *sorted(priorities, reverse=True)], (
+                f"with an adapter, requests of priorities {priorities} were answered in the order {ended[1:]}"
+            )
+            return
+    raise TooLate("the requests that run ended before others had waited for them")
 
 
 async def _most_seen_running(engine: InferenceEngine, prompts: Sequence[list[int]], lora: str | None) -> int:
