@@ -670,16 +670,49 @@ async def closing_returns_requests_in_flight(bench: Bench) -> None:
 
 @case(own_engine=True)
 async def closing_never_hangs(bench: Bench) -> None:
-    """Closing ends in time whatever was just requested. Every open call ends too, with an answer or a named error."""
-    async with bench.open() as engine:
+    """Closing ends in time whatever was just requested. Every open call ends too, with an answer or a named error.
+
+    Calls without a timeout of their own end by ``timeouts.generate``.
+    """
+    params = SamplingParams(max_new_tokens=200)
+    async with bench.open(timeouts={"generate": 1e-9}) as engine:
+        await _check_configured_timeout(bench, engine, params)
         prompts = bench.prompts(6, engine=engine)
-        tasks = [asyncio.create_task(engine.generate(prompt, SamplingParams(max_new_tokens=200))) for prompt in prompts]
+        tasks = [asyncio.create_task(engine.generate(prompt, params, timeout=BOUND)) for prompt in prompts]
         await asyncio.sleep(0.01)
         async with asyncio.timeout(BOUND):
             await engine.teardown()
             results = await asyncio.gather(*tasks, return_exceptions=True)
     errors = [result for result in results if isinstance(result, BaseException)]
     assert all(isinstance(error, EngineError) for error in errors), f"{errors}"
+
+
+async def _check_configured_timeout(bench: Bench, engine: InferenceEngine, params: SamplingParams) -> None:
+    """Check that every call without a timeout ends by the configured one, which is too short for an answer."""
+    prompt = bench.prompt(engine=engine)
+
+    async def streamed(timeout: float | None = None) -> None:
+        async with aclosing(engine.generate_stream(prompt, params, timeout=timeout)) as chunks:
+            async for _ in chunks:
+                pass
+
+    calls: dict[str, Callable[[], Coroutine[object, object, object]]] = {
+        "generate()": lambda: engine.generate(prompt, params),
+        "generate() of messages": lambda: engine.generate([{"role": "user", "content": "Who rows?"}], params),
+    }
+    if engine.supports(Capability.STREAMING):
+        calls["generate_stream()"] = streamed
+    if engine.supports(Capability.SESSIONS):
+        session = await engine.open_session(512)
+        calls["generate_with_session()"] = lambda: engine.generate_with_session(session, prompt, params)
+    if engine.supports(Capability.SCORE_TOKENS) and engine.supports(Capability.SCORE_AT):
+        calls["compute_logprobs()"] = lambda: engine.compute_logprobs([prompt])
+    for name, call in calls.items():
+        with refused(DeadlineExceeded, otherwise=f"a call of {name} that outlasts timeouts.generate is answered"):
+            await call()
+    assert (await engine.generate(prompt, SHORT, timeout=BOUND)).completions[0].token_ids
+    if engine.supports(Capability.STREAMING):
+        await streamed(timeout=BOUND)
 
 
 # Profile --------------------------------------------------------------------------------------------------------------
