@@ -770,14 +770,15 @@ async def _check_a_request_at_the_gate(bench: Bench, made: _Made, mode: PauseMod
     await engine.pause_generation(mode)
     waiting = asyncio.create_task(_answers(bench, bench.prompts(2), "a"))
     try:
-        while not engine.parts.in_flight.using_lora("a"):
+        while engine.parts.in_flight.waiting < 2:
             assert not waiting.done(), f"a request was answered during a pause of mode {mode.value}"
             await asyncio.sleep(0)
         with refused(EngineBusy, naming="2 requests", otherwise="an adapter that requests at the gate use is unloaded"):
             await engine.unload_lora_adapter("a")
     finally:
         await engine.continue_generation()
-        await asyncio.wait([waiting])
+        await asyncio.wait([waiting], timeout=60)
+        waiting.cancel()
     _assert_made_by(bench, await waiting, made)
 
 
