@@ -564,7 +564,7 @@ async def the_memory_of_the_cache_comes_back(bench: Bench) -> None:
     engine = bench.engine
     await _can_sleep(bench, KV_CACHE)
     await _fill_cache(bench)
-    # What is cached of a prompt is there once, so that most memory is that of the samples that ran together.
+    # A cached prompt is kept once, so the samples that ran together now hold most of the memory.
     await engine.generate(bench.prompt(_SHARED), SHORT.model_copy(update={"n": _TOGETHER}))
     size = (await engine.stats()).kv_cache_bytes
     # An engine may keep no cache between requests, but then it must not claim a prefix cache.

@@ -196,7 +196,7 @@ def _fields_within_a_grammar(bench: Bench, tokens: Sequence[int]) -> list[Mappin
 
 
 def _check_within_the_grammar(bench: Bench, completion: Completion, params: SamplingParams) -> None:
-    """Check processed logprobs by the reference, where the alternatives of each token are all that can be drawn."""
+    """Check processed logprobs by the reference; the alternatives of each token are its whole distribution."""
     rows, drawn = bench.output_logits(completion), completion.token_ids
     slack = 4 * bench.tolerance() / min(1.0, params.temperature)
     for at, (row, top) in enumerate(zip(rows, completion.top_logprobs or (), strict=True)):

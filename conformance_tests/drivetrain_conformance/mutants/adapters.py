@@ -871,7 +871,7 @@ def _rename_layers(folder: Path) -> None:
 
 @mutant("lora/cached_prefixes_are_not_shared_between_adapters", says="was found with adapter None")
 class finds_streamed_prompts_without_their_adapter(CorrectBackend):
-    """What is cached of a prompt that was streamed with an adapter is found by requests of the base model."""
+    """The cached prefix of a prompt streamed with an adapter is found by requests of the base model."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
@@ -906,7 +906,7 @@ class heeds_eos_beside_an_adapter(KnowingEos):
         return await super().generate(dataclasses.replace(request, stop_token_ids=ends))
 
 
-@mutant("lora/an_adapter_whose_unload_is_given_up_is_served", says="an adapter that requests at the gate use is unload")
+@mutant("lora/an_adapter_whose_unload_is_given_up_is_served", says="lora_name='a' is not loaded")
 class unloads_adapters_of_requests_at_the_gate(RequestsInFlight):
     """An adapter is unloaded while requests that arrived during a pause use it."""
 
