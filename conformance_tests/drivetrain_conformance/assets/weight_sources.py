@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence, Set
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -168,6 +169,16 @@ def a_matrix(manifest: WeightManifest) -> str:
         if len(spec.shape) == 2 and "float" in spec.dtype and spec.name not in tied
     ]
     return names[len(names) // 2]
+
+
+def one_of_each_kind(manifest: WeightManifest) -> list[str]:
+    """Return the names of floating-point tensors that no other is tied to, one of each kind of tensor in a layer."""
+    tied = set(manifest.aliases.values())
+    kinds: dict[str, list[str]] = {}
+    for spec in manifest.tensors:
+        if "float" in spec.dtype and spec.name not in tied:
+            kinds.setdefault(re.sub(r"\d+", "", spec.name), []).append(spec.name)
+    return [names[len(names) // 2] for names in kinds.values()]
 
 
 def without_tensor(request: WeightUpdateRequest, name: str) -> WeightUpdateRequest:

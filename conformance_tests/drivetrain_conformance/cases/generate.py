@@ -35,6 +35,18 @@ from drivetrain_conformance.harness.testbench import Bench, TooLate, end_request
 
 _FORCE = 100.0
 """A bias that no difference of logits outweighs."""
+_SAMPLING_OF_A_FOLDER: Final[Mapping[str, Any]] = {
+    "do_sample": True,
+    "temperature": 0.01,
+    "top_k": 1,
+    "top_p": 0.3,
+    "min_p": 0.4,
+    "repetition_penalty": 3.0,
+    "no_repeat_ngram_size": 1,
+    "max_new_tokens": 2,
+    "min_new_tokens": 2,
+}
+"""Sampling fields that a folder's generation config may set."""
 _OUTGROWS: Final = 160
 """Tokens of samples that outgrow the buffers of a new batch."""
 _MESSAGES = (
@@ -695,7 +707,7 @@ async def every_file_that_names_an_end_is_heeded(bench: Bench) -> None:
     specials = [token for token in known if token["special"]]
     assert len(specials) >= 3, "the model's tokenizer has too few special tokens to name three ends"
     _change(config, eos_token_id=specials[0]["id"])
-    _change(generation, eos_token_id=specials[1]["id"], do_sample=True, temperature=0.01, top_k=1)
+    _change(generation, eos_token_id=specials[1]["id"], **_SAMPLING_OF_A_FOLDER)
     _change(tokenizer, eos_token=specials[2]["content"])
     dtype = _in_another_dtype(folder)
     async with bench.open(model=folder) as engine:
@@ -707,11 +719,29 @@ async def every_file_that_names_an_end_is_heeded(bench: Bench) -> None:
         assert len({tuple(one.token_ids) for one in sampled.completions}) > 1, (
             "the generation config's sampling is used"
         )
+        await _check_params_are_the_requests(bench, engine, folder)
         if not engine.supports(Capability.LOGIT_BIAS):
             return
         params = [SamplingParams(temperature=0, max_new_tokens=4, logit_bias={end: _FORCE}) for end in ends]
         completions = (await engine.generate([bench.prompt(engine=engine)] * 3, params)).completions
         assert [one.matched_stop for one in completions] == ends, f"{[one.token_ids for one in completions]}"
+
+
+async def _check_params_are_the_requests(bench: Bench, engine: InferenceEngine, folder: Path) -> None:
+    """Check that greedy answers, and processed logprobs of draws, are those without the folder's sampling fields."""
+    prompts = bench.prompts(4, engine=engine)
+    for completion in await bench.greedy(prompts, 24, engine):
+        check_greedy(bench, completion, engine, folder)
+    if not engine.supports(Capability.LOGPROBS_PROCESSED):
+        return
+    drawn = SamplingParams(max_new_tokens=16, logprobs=0, logprobs_mode=LogprobsMode.PROCESSED)
+    for completion in (await engine.generate(prompts, drawn)).completions:
+        assert completion.logprobs is not None
+        expected = bench.output_logprobs(completion, model=folder)
+        off = max(abs(one - other) for one, other in zip(completion.logprobs, expected, strict=True))
+        assert off <= bench.tolerance(engine), (
+            f"a processed logprob is {off:.3g} nats off the model's own: the generation config's sampling is used"
+        )
 
 
 def _in_another_dtype(folder: Path) -> str:

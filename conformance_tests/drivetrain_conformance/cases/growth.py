@@ -11,7 +11,7 @@ from typing import Final
 from drivetrain.errors import InvalidRequest
 from drivetrain.types.capability import Capability
 from drivetrain.types.modes import PauseMode
-from drivetrain.types.sampling import JsonSchema, SamplingParams
+from drivetrain.types.sampling import JsonSchema, RegexGrammar, SamplingParams
 from drivetrain_conformance.assertions.event_loop_stalls import check_it_runs
 from drivetrain_conformance.assertions.idle_cpu import check_rests
 from drivetrain_conformance.assertions.memory_use import check_steady, held_by
@@ -24,6 +24,9 @@ ROUNDS: Final = 4
 ROOM: Final = 48 * 1024
 """Bytes by which memory may grow in one round of about 14 requests: allocator overhead."""
 _PARTS: Final = 250
+_DRAWN_BY_GRAMMAR: Final = 12
+_SAMPLES_BY_GRAMMAR: Final = 32
+"""Tokens of a sample that a grammar constrains, and such samples between two measurements."""
 
 _FREEZES: Final = (
     (Capability.PAUSE_IN_PLACE, PauseMode.IN_PLACE),
@@ -36,7 +39,8 @@ _FREEZES: Final = (
 async def requests_leave_nothing_behind(bench: Bench) -> None:
     """Batches, streams, and aborted, cancelled and refused requests leak no memory, thread or descriptor.
 
-    Nor do they leave mappings of files, or tasks or timers in the event loop.
+    Nor do requests with a grammar, and sequences that are scored. None of them leaves mappings of files, or tasks or
+    timers in the event loop.
     """
     # Long prompts: if a request that ended early leaves its prompt behind, the memory shows it.
     prompts = bench.prompts(4, min(400, bench.engine.model_info.context_length // 2))
@@ -44,6 +48,7 @@ async def requests_leave_nothing_behind(bench: Bench) -> None:
     async def held_after_some() -> dict[str, int]:
         for _ in range(ROUNDS):
             await _requests_of_every_kind(bench, prompts)
+        await _grammars_and_scores(bench, prompts)
         return await held_by(bench.engine)
 
     await held_after_some()  # the first round fills caches
@@ -84,6 +89,16 @@ async def _request_with_a_large_schema(bench: Bench) -> None:
     params = SamplingParams(max_new_tokens=1, structured_output=JsonSchema(json_schema=json.dumps(schema)))
     with suppress(InvalidRequest):
         await bench.engine.generate(bench.prompt(), params)
+
+
+async def _grammars_and_scores(bench: Bench, prompts: Sequence[list[int]]) -> None:
+    """Generate hundreds of tokens by a grammar, and score long sequences: enough in one call for a leak to show."""
+    if bench.claims(Capability.STRUCTURED_REGEX):
+        grammar = RegexGrammar(regex=f"[a-z]{{{_DRAWN_BY_GRAMMAR}}}")
+        params = SamplingParams(max_new_tokens=_DRAWN_BY_GRAMMAR, n=_SAMPLES_BY_GRAMMAR, structured_output=grammar)
+        await bench.engine.generate(prompts[0], params)
+    if bench.claims(Capability.SCORE_TOKENS) and bench.claims(Capability.SCORE_AT):
+        await bench.engine.compute_logprobs([list(prompt) for prompt in prompts], temperature=0.7, top_k=4)
 
 
 async def _requests_of_every_kind(bench: Bench, prompts: Sequence[list[int]]) -> None:

@@ -54,7 +54,7 @@ from drivetrain_conformance.assertions.saved_models import check_saved
 from drivetrain_conformance.assets.made_adapters import make_adapter
 from drivetrain_conformance.assets.served_models import ModelKind, copy_model
 from drivetrain_conformance.harness.case import case
-from drivetrain_conformance.harness.testbench import Bench, NoOracle, end_requests, in_time, ordinary_ids
+from drivetrain_conformance.harness.testbench import Bench, NoOracle, TooLate, end_requests, in_time, ordinary_ids
 from drivetrain_conformance.references.oracle import log_softmax
 
 BOUND: Final = 60.0
@@ -120,6 +120,7 @@ async def a_life(bench: Bench) -> None:
             adapter = make_adapter(bench.model, bench.folder("adapter"), seed=1)
             await engine.load_lora_adapter("a", str(adapter.path))
             await _check_requests_at_once(bench, engine, lora="a")
+            await _check_priorities_with_an_adapter(bench, engine)
     finally:
         async with asyncio.timeout(BOUND):
             await engine.teardown()
@@ -355,6 +356,47 @@ async def _check_requests_at_once(bench: Bench, engine: InferenceEngine, lora: s
     assert at_once <= most, f"{at_once} streams made their first tokens at once, where max_num_seqs is {most}"
     together = await _most_seen_running(engine, prompts[:most], lora)
     assert together == most, f"only {together} of {most} requests ran at once, where max_num_seqs is {most}"
+
+
+async def _check_priorities_with_an_adapter(bench: Bench, engine: InferenceEngine) -> None:
+    """Check that waiting requests which use the adapter ``a`` begin in the order of their priorities, highest first.
+
+    Other requests outlast them in all places but one.
+    """
+    needed = (Capability.PRIORITY, Capability.IGNORE_EOS)
+    if engine.config.max_num_seqs is None or not all(map(engine.supports, needed)):
+        return
+    lasting = SamplingParams(max_new_tokens=6 * _LASTING, temperature=0, ignore_eos=True)
+    short = lasting.model_copy(update={"max_new_tokens": 12})
+    most, priorities = engine.config.max_num_seqs, (-1, 2, 0, 1)
+    for _ in range(_TRIES):
+        ended: list[int] = []
+
+        async def ask(priority: int, params: SamplingParams, lora: str | None) -> None:
+            await engine.generate(bench.prompt(engine=engine), params, priority=priority, lora=lora)
+            ended.append(priority)  # noqa: B023 - awaited before the next round
+
+        others = asyncio.create_task(engine.generate(bench.prompts(most - 1, engine=engine), lasting, priority=9))
+        last = asyncio.create_task(ask(9, lasting.model_copy(update={"max_new_tokens": _LASTING}), None))
+        asking: list[asyncio.Task[None]] = []
+        try:
+            while not last.done() and (await engine.stats()).running < most:  # noqa: ASYNC110 - it may be a process
+                await asyncio.sleep(0.002)
+            asking += [asyncio.create_task(ask(priority, short, "a")) for priority in priorities]
+            while not last.done() and (await engine.stats()).waiting < len(priorities):  # noqa: ASYNC110
+                await asyncio.sleep(0.002)
+            waited = not last.done()
+            await asyncio.gather(last, *asking)
+            waited = waited and not others.done()
+        finally:
+            await end_requests(engine, others)
+            await asyncio.gather(last, *asking)
+        if waited:
+            assert ended == [9, *sorted(priorities, reverse=True)], (
+                f"with an adapter, requests of priorities {priorities} were answered in the order {ended[1:]}"
+            )
+            return
+    raise TooLate("the requests that run ended before others had waited for them")
 
 
 async def _most_seen_running(engine: InferenceEngine, prompts: Sequence[list[int]], lora: str | None) -> int:
@@ -628,16 +670,49 @@ async def closing_returns_requests_in_flight(bench: Bench) -> None:
 
 @case(own_engine=True)
 async def closing_never_hangs(bench: Bench) -> None:
-    """Closing ends in time whatever was just requested. Every open call ends too, with an answer or a named error."""
-    async with bench.open() as engine:
+    """Closing ends in time whatever was just requested. Every open call ends too, with an answer or a named error.
+
+    Calls without a timeout of their own end by ``timeouts.generate``.
+    """
+    params = SamplingParams(max_new_tokens=200)
+    async with bench.open(timeouts={"generate": 1e-9}) as engine:
+        await _check_configured_timeout(bench, engine, params)
         prompts = bench.prompts(6, engine=engine)
-        tasks = [asyncio.create_task(engine.generate(prompt, SamplingParams(max_new_tokens=200))) for prompt in prompts]
+        tasks = [asyncio.create_task(engine.generate(prompt, params, timeout=BOUND)) for prompt in prompts]
         await asyncio.sleep(0.01)
         async with asyncio.timeout(BOUND):
             await engine.teardown()
             results = await asyncio.gather(*tasks, return_exceptions=True)
     errors = [result for result in results if isinstance(result, BaseException)]
     assert all(isinstance(error, EngineError) for error in errors), f"{errors}"
+
+
+async def _check_configured_timeout(bench: Bench, engine: InferenceEngine, params: SamplingParams) -> None:
+    """Check that every call without a timeout ends by the configured one, which is too short for an answer."""
+    prompt = bench.prompt(engine=engine)
+
+    async def streamed(timeout: float | None = None) -> None:
+        async with aclosing(engine.generate_stream(prompt, params, timeout=timeout)) as chunks:
+            async for _ in chunks:
+                pass
+
+    calls: dict[str, Callable[[], Coroutine[object, object, object]]] = {
+        "generate()": lambda: engine.generate(prompt, params),
+        "generate() of messages": lambda: engine.generate([{"role": "user", "content": "Who rows?"}], params),
+    }
+    if engine.supports(Capability.STREAMING):
+        calls["generate_stream()"] = streamed
+    if engine.supports(Capability.SESSIONS):
+        session = await engine.open_session(512)
+        calls["generate_with_session()"] = lambda: engine.generate_with_session(session, prompt, params)
+    if engine.supports(Capability.SCORE_TOKENS) and engine.supports(Capability.SCORE_AT):
+        calls["compute_logprobs()"] = lambda: engine.compute_logprobs([prompt])
+    for name, call in calls.items():
+        with refused(DeadlineExceeded, otherwise=f"a call of {name} that outlasts timeouts.generate is answered"):
+            await call()
+    assert (await engine.generate(prompt, SHORT, timeout=BOUND)).completions[0].token_ids
+    if engine.supports(Capability.STREAMING):
+        await streamed(timeout=BOUND)
 
 
 # Profile --------------------------------------------------------------------------------------------------------------

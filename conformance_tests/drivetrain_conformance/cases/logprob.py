@@ -19,6 +19,8 @@ from drivetrain_conformance.references.oracle import Logits, log_softmax, possib
 from drivetrain_conformance.references.reference_sampling import steps, with_effective_filters
 
 _TEMPERATURES: Final = (0.0, 0.5, 1.0, 1.7, 0.03)
+_HOT: Final = (4.0, 20.0, 100.0, 1000.0, 10_000.0)
+"""Temperatures at which the model's own logits hardly matter."""
 _COLD: Final = 0.004
 """So near to greedy that an engine may take it for 0."""
 _TRANSFORMS: Final[Mapping[str, tuple[Capability, object]]] = {
@@ -61,8 +63,12 @@ async def processed_is_the_distribution_drawn_from(bench: Bench) -> None:
 async def _check_mode(bench: Bench, mode: LogprobsMode) -> None:
     params = [
         SamplingParams(temperature=temperature, max_new_tokens=12, n=2, logprobs=0, logprobs_mode=mode)
-        for temperature in (*_TEMPERATURES, _COLD)
+        for temperature in (*_TEMPERATURES, _COLD, *_HOT)
     ]
+    if mode is LogprobsMode.PROCESSED and bench.claims(Capability.LOGIT_BIAS):
+        # As large as the temperature, a bias shows how hot it is.
+        (token,) = bench.prompt(1)
+        params += [one.model_copy(update={"logit_bias": {token: 4 * one.temperature}}) for one in params[-len(_HOT) :]]
     output = await bench.engine.generate(bench.prompts(len(params)), params)
     _assert_not_rounded([value for completion in output.completions for value in completion.logprobs or ()])
     for completion in output.completions:

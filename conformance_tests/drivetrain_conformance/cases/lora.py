@@ -68,6 +68,10 @@ _LOADS: Final = 19
 _MOMENTS: Final = 16
 """Moments of a load at which it is cancelled."""
 _LONG_NAME: Final = "the-policy-of-a-run-whose-adapters-have-names-that-differ-only-in-their-last-character"
+_STREAMED: Final = 150
+"""Tokens of a streamed prompt: more than a block of any prefix cache."""
+_FORCE: Final = 100.0
+"""A bias that no difference of logits outweighs."""
 _GREEDY: Final = SamplingParams(max_new_tokens=12, temperature=0)
 
 
@@ -264,6 +268,7 @@ async def an_adapter_holds_in_streams_pauses_and_sleeps(bench: Bench) -> None:
         if bench.claims(Capability.PROMPT_LOGPROBS):
             await _check_prompt_logprobs(bench, bench.prompt(24), made)
         await _check_fields(bench, made)
+        await _check_eos_is_ignored(bench)
         batch, streamed = field_batch(bench), bench.claims(Capability.STREAMING)
         await check_honoured(bench, batch, Repeats(), streamed=streamed, lora="a", model=made.merged)
         for needed, mode in _FREEZING.items():
@@ -330,6 +335,26 @@ async def _check_fields(bench: Bench, made: _Made) -> None:
             assert len(ended.token_ids) == 1, f"with an adapter, a stop token id did not end {ended.token_ids}"
 
 
+async def _check_eos_is_ignored(bench: Bench) -> None:
+    """Check that EOS ends no request that uses the adapter ``a`` and ignores EOS, whichever call makes it."""
+    engine = bench.engine
+    if not (bench.claims(Capability.IGNORE_EOS) and bench.claims(Capability.LOGIT_BIAS)):
+        return
+    eos, count = engine.model_info.eos_token_ids[0], 5
+    bias = {"ignore_eos": True, "logit_bias": {eos: _FORCE}}
+    params = SamplingParams.model_validate({"max_new_tokens": count, "temperature": 0, **bias})
+    found = [("generate()", (await engine.generate(bench.prompt(), params, lora="a")).completions[0])]
+    if bench.claims(Capability.STREAMING):
+        chunks = [chunk async for chunk in engine.generate_stream(bench.prompt(), params, lora="a")]
+        found += [("generate_stream()", one.completion) for one in chunks if one.completion is not None]
+    chat = await engine.generate([{"role": "user", "content": "Who rows?"}], params, lora="a")
+    found.append(("generate() of messages", chat.completions[0]))
+    for call, completion in found:
+        assert completion.token_ids == [eos] * count, (
+            f"with an adapter, EOS ended a request of {call} that ignores it: {completion.token_ids} of {count} tokens"
+        )
+
+
 @case(Capability.LORA, config=_CONFIG)
 async def cached_prefixes_are_not_shared_between_adapters(bench: Bench) -> None:
     """A long prompt that the base or another adapter has cached is computed anew by each adapter."""
@@ -338,6 +363,28 @@ async def cached_prefixes_are_not_shared_between_adapters(bench: Bench) -> None:
     async with _loaded(bench, **made):
         for name in (None, "a", "b", "a", None):
             _assert_made_by(bench, await _answers(bench, [prompt], name), made[name] if name else None)
+        if bench.claims(Capability.STREAMING):
+            for first, second in (("a", None), ("b", "a"), (None, "b")):
+                await _check_a_streamed_prefix_is_its_own(bench, made, first, second)
+
+
+async def _check_a_streamed_prefix_is_its_own(
+    bench: Bench, made: Mapping[str, _Made], first: str | None, second: str | None
+) -> None:
+    """Check that a prompt which was streamed with ``first`` is computed anew with ``second``."""
+    prompt = bench.prompt(min(_STREAMED, bench.engine.model_info.context_length // 2))
+    caches = bench.claims(Capability.PREFIX_CACHE)
+    if caches:
+        await bench.engine.reset_prefix_cache()
+    chunks = [chunk async for chunk in bench.engine.generate_stream([prompt], _GREEDY, lora=first)]
+    streamed = [chunk.completion for chunk in chunks if chunk.completion is not None]
+    _assert_made_by(bench, streamed, made[first] if first else None)
+    (answer,) = await _answers(bench, [prompt], second)
+    assert not caches or answer.cached_tokens == 0, (
+        f"a prompt that was streamed with adapter {first} was found with adapter {second}: "
+        f"{answer.cached_tokens} tokens were cached"
+    )
+    _assert_made_by(bench, [answer], made[second] if second else None)
 
 
 @case(Capability.LORA, config=_CONFIG)
@@ -712,6 +759,27 @@ async def an_adapter_whose_unload_is_given_up_is_served(bench: Bench) -> None:
         await pausing
         await engine.continue_generation()
         _assert_made_by(bench, await _answers(bench, bench.prompts(2), "a"), made)
+        for needed, mode in {Capability.PAUSE_WAIT: PauseMode.WAIT, **_FREEZING}.items():
+            if bench.claims(needed):
+                await _check_a_request_at_the_gate(bench, made, mode)
+
+
+async def _check_a_request_at_the_gate(bench: Bench, made: _Made, mode: PauseMode) -> None:
+    """Check that a request which arrived during a pause keeps its adapter loaded, and is answered with it."""
+    engine = bench.engine
+    await engine.pause_generation(mode)
+    waiting = asyncio.create_task(_answers(bench, bench.prompts(2), "a"))
+    try:
+        while engine.parts.in_flight.waiting < 2:
+            assert not waiting.done(), f"a request was answered during a pause of mode {mode.value}"
+            await asyncio.sleep(0)
+        with refused(EngineBusy, naming="2 requests", otherwise="an adapter that requests at the gate use is unloaded"):
+            await engine.unload_lora_adapter("a")
+    finally:
+        await engine.continue_generation()
+        await asyncio.wait([waiting], timeout=60)
+        waiting.cancel()
+    _assert_made_by(bench, await waiting, made)
 
 
 # Weights ----------------------------------------------------------------------------------------------------------
@@ -1026,6 +1094,7 @@ async def the_base_is_updated_beneath_an_adapter(bench: Bench) -> None:
                     _assert_made_by(bench, (await task).completions, made)
         await bench.engine.load_weights_from_disk(str(new_base), "new-base")
         after = await _answers(bench, prompts, "a")
+        await _check_eos_is_ignored(bench)
         plain = await _answers(bench, prompts, None)
         if bench.claims(Capability.SAVE_SHARDED):
             saved = bench.folder("saved")

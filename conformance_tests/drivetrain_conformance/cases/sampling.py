@@ -36,6 +36,10 @@ _AT_ONCE: Final = 1024
 """Maximum number of samples of one prompt in one call."""
 _FAR_BACK: Final = 160
 """Length of a prompt or sample whose first tokens must still count for the penalties of the last ones."""
+_VERY_FAR_BACK: Final = 640
+"""The same for samples that are made once, together: more than twice any number that an engine's buffers suggest."""
+_LONG_PROMPT: Final = 900
+"""Length of a prompt whose end alone holds a token that must count for the repetition penalty."""
 _CROWD: Final = 96
 """Samples in one batch whose draws must differ: three times as many as the parts into which an engine may split it."""
 _HOT: Final = 8.0
@@ -48,7 +52,7 @@ _LIKELY: Final = 0.92
 _MOST_BIASES: Final = 4096
 """Maximum number of biases of one request."""
 _SPARED: Final = 16
-"""Ids of all ordinary ones that a logit processor with many ids does not name."""
+"""Ids that a logit processor with many ids does not name."""
 _WAVE: Final = 640
 """Length of a sample that is compared with itself: more than twice any period that an engine's buffers suggest."""
 _OVERLAP: Final = 40
@@ -438,6 +442,38 @@ async def greedy_follows_penalties_and_bias_together(bench: Bench) -> None:
         logit_bias={token: 1.5 for token in bench.prompt(6)},
     )
     await _check_takes_the_best(bench, params)
+    await _check_nothing_drawn_is_forgotten(bench)
+    await _check_the_end_of_a_long_prompt_counts(bench)
+
+
+async def _check_nothing_drawn_is_forgotten(bench: Bench) -> None:
+    """Check strong penalties in long samples, where tokens that were drawn at the beginning alone decide."""
+    length = min(_VERY_FAR_BACK, bench.engine.model_info.context_length - 6)
+    penalties = ({"frequency_penalty": 2.0}, {"presence_penalty": 2.0}, {"repetition_penalty": 3.0})
+    params = [SamplingParams.model_validate({**bench.long(length).model_dump(), **fields}) for fields in penalties]
+    output = await bench.engine.generate(bench.prompts(len(params)), params)
+    for completion in output.completions:
+        _assert_takes_the_best(bench, completion, params[completion.prompt_index])
+
+
+async def _check_the_end_of_a_long_prompt_counts(bench: Bench) -> None:
+    """Check a greedy choice that depends on the penalty of a token which only the end of a long prompt holds."""
+    ids = ordinary_ids(bench.engine)
+    length = min(_LONG_PROMPT, bench.engine.model_info.context_length * 3 // 4)
+    late = bench.rng.sample(ids, 8)
+    early = [token for token in ids if token not in late]
+    for prompt in (
+        [*(bench.rng.choice(early) for _ in range(length - len(late))), *late],
+        [*late, *(bench.rng.choice(early) for _ in range(length - len(late)))],
+    ):
+        row = bench.oracle().logits(prompt)[-1]
+        params = bench.long(4, repetition_penalty=2.0)
+        penalised = step(row, params, prompt, [], bench.tolerance()).scaled
+        token = max(late, key=lambda one: float(row[one] - penalised[one]))
+        # With half of what the penalty takes from it, it would be the best.
+        bias = float(np.delete(penalised, token).max() - (penalised[token] + row[token]) / 2)
+        params = params.model_copy(update={"logit_bias": {token: bias}})
+        await _check_takes_the_best(bench, params, [prompt])
 
 
 async def _check_takes_the_best(
@@ -445,13 +481,17 @@ async def _check_takes_the_best(
 ) -> list[Completion]:
     output = await bench.engine.generate(list(prompts or bench.prompts(3)), params)
     for completion in output.completions:
-        rows = steps(completion, bench.output_logits(completion), params, bench.tolerance())
-        for at, (reference, token) in enumerate(zip(rows, completion.token_ids, strict=True)):
-            lag = (reference.scaled.max() - reference.scaled[token]) * (params.temperature or 1.0)
-            assert lag <= 2 * bench.tolerance(), (
-                f"token {at} is {token}, {lag:.3g} below the best after penalties and bias, {reference.scaled.argmax()}"
-            )
+        _assert_takes_the_best(bench, completion, params)
     return output.completions
+
+
+def _assert_takes_the_best(bench: Bench, completion: Completion, params: SamplingParams) -> None:
+    rows = steps(completion, bench.output_logits(completion), params, bench.tolerance())
+    for at, (reference, token) in enumerate(zip(rows, completion.token_ids, strict=True)):
+        lag = (reference.scaled.max() - reference.scaled[token]) * (params.temperature or 1.0)
+        assert lag <= 2 * bench.tolerance(), (
+            f"token {at} is {token}, {lag:.3g} below the best after penalties and bias, {reference.scaled.argmax()}"
+        )
 
 
 # Seeds ------------------------------------------------------------------------------------------------------------
@@ -858,8 +898,10 @@ async def an_action_mask_allows_nothing_else(bench: Bench) -> None:
         assert len(completion.token_ids) == 16, "EOS is not allowed, so nothing ends before its length"
         assert set(completion.token_ids) <= set(allowed)
     # Engines may take only a few dozen ids.
-    many = ActionMask(allowed_token_ids=tuple(_shuffled_ids(bench)[_SPARED:]))
-    await _check_takes_the_best(bench, SamplingParams(temperature=0, max_new_tokens=12, logit_processors=(many,)))
+    prompt = bench.prompt()
+    many = ActionMask(allowed_token_ids=tuple(_many_ids(bench, prompt)))
+    params = SamplingParams(temperature=0, max_new_tokens=12, logit_processors=(many,))
+    await _check_takes_the_best(bench, params, [prompt, *bench.prompts(2)])
     await _check_what_leaves_no_token_is_refused(bench, allowed)
 
 
@@ -888,8 +930,17 @@ async def disallowed_tokens_are_never_drawn(bench: Bench) -> None:
     greedy = SamplingParams(max_new_tokens=12, temperature=0, logit_processors=(processor,))
     for completion in await _check_takes_the_best(bench, greedy, [free[0].prompt_token_ids]):
         assert set(completion.token_ids).isdisjoint(disallowed)
-    many = DisallowedTokens(token_ids=tuple(_shuffled_ids(bench)[_SPARED:]))
-    await _check_takes_the_best(bench, SamplingParams(temperature=0, max_new_tokens=12, logit_processors=(many,)))
+    prompt = bench.prompt()
+    many = DisallowedTokens(token_ids=tuple(_many_ids(bench, prompt)))
+    params = SamplingParams(temperature=0, max_new_tokens=12, logit_processors=(many,))
+    await _check_takes_the_best(bench, params, [prompt, *bench.prompts(2)])
+
+
+def _many_ids(bench: Bench, prompt: list[int]) -> list[int]:
+    """Return nearly all ids of the vocabulary, or thousands, the one that ``prompt`` makes most likely last."""
+    likely = np.argsort(bench.oracle().logits(prompt)[-1])[-_MOST_BIASES:].tolist()
+    spared = {*bench.rng.sample(likely[:-1], _SPARED), *bench.engine.model_info.eos_token_ids}
+    return [token for token in likely if token not in spared]
 
 
 def _shuffled_ids(bench: Bench) -> list[int]:

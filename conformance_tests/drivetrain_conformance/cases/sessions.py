@@ -232,10 +232,13 @@ async def a_turn_replaces_what_followed_another(bench: Bench) -> None:
         first = await _turn(bench, session, opening)
         seen = [*opening, *first.token_ids]
         dropped = await _turn(bench, session, bench.prompt(5), parent=first.request_id)
+        after = await _turn(bench, session, bench.prompt(3), parent=dropped.request_id)
+        last = await _turn(bench, session, bench.prompt(3), parent=after.request_id)
         reply, more = bench.prompt(5), bench.prompt(4)
         instead = await _turn(bench, session, reply, parent=first.request_id, turn=TurnMode.REPLACE)
-        with refused(InvalidRequest):
-            await _turn(bench, session, more, parent=dropped.request_id)
+        for gone in (dropped, after, last):
+            with refused(InvalidRequest, otherwise="a turn goes on from one that was discarded"):
+                await _turn(bench, session, more, parent=gone.request_id)
         later = await _turn(bench, session, more, parent=instead.request_id)
     await _assert_answers(bench, instead, [*seen, *reply])
     await _assert_answers(bench, later, [*seen, *reply, *instead.token_ids, *more])

@@ -7,7 +7,7 @@ import json
 import math
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -21,6 +21,7 @@ from drivetrain_conformance.assertions.refusals import refused
 from drivetrain_conformance.assertions.same_answers import check_same
 from drivetrain_conformance.harness.case import case
 from drivetrain_conformance.harness.testbench import Bench, ordinary_ids
+from drivetrain_conformance.references.reference_sampling import step
 
 _ACTIONS: Final = ("buy", "sell", "hold")
 _SCHEMA: Final = JsonSchema(
@@ -161,16 +162,52 @@ async def raw_logprobs_are_those_before_the_grammar(bench: Bench) -> None:
 async def processed_logprobs_are_those_within_the_grammar(bench: Bench) -> None:
     """Processed logprobs are those of the tokens that the grammar allows: together they have probability 1."""
     few = RegexGrammar(regex="[01]{4}")
-    params = SamplingParams(
+    plain = SamplingParams(
         max_new_tokens=8, n=4, structured_output=few, logprobs=20, logprobs_mode=LogprobsMode.PROCESSED
     )
-    for completion in _ended((await bench.engine.generate(bench.prompt(), params)).completions):
+    tokenizer, ids = bench.engine.tokenizer, ordinary_ids(bench.engine)
+    zeros = [token for token in ids if tokenizer([token], skip_special_tokens=True) == "0"]
+    prompt = [*bench.prompt(4), *zeros]
+    params = [plain, *(plain.model_copy(update=fields) for fields in _fields_within_a_grammar(bench, zeros))]
+    for completion in _ended((await bench.engine.generate([prompt] * len(params), params)).completions):
         assert completion.logprobs is not None
         assert completion.top_logprobs is not None
         for token, own, top in zip(completion.token_ids, completion.logprobs, completion.top_logprobs, strict=True):
             total = sum(math.exp(logprob) for _, logprob in top)
             assert abs(total - 1) <= bench.tolerance(), f"allowed tokens have probability {total:.4g} together: {top}"
             assert abs(dict(top)[token] - own) <= bench.tolerance()
+        _check_within_the_grammar(bench, completion, params[completion.prompt_index])
+
+
+def _fields_within_a_grammar(bench: Bench, tokens: Sequence[int]) -> list[Mapping[str, object]]:
+    """Return fields that change the distribution within a grammar which allows ``tokens``: each alone, and all."""
+    claimed: dict[str, object] = {
+        name: value
+        for needed, name, value in (
+            (Capability.REPETITION_PENALTY, "repetition_penalty", 1.8),
+            (Capability.FREQUENCY_PENALTY, "frequency_penalty", 1.2),
+            (Capability.PRESENCE_PENALTY, "presence_penalty", -1.0),
+            (Capability.LOGIT_BIAS, "logit_bias", dict.fromkeys(tokens, 1.5)),
+        )
+        if bench.claims(needed)
+    }
+    claimed["temperature"] = 1.7
+    return [*({name: value} for name, value in claimed.items()), {**claimed, "temperature": 0.6}]
+
+
+def _check_within_the_grammar(bench: Bench, completion: Completion, params: SamplingParams) -> None:
+    """Check processed logprobs by the reference; the alternatives of each token are its whole distribution."""
+    rows, drawn = bench.output_logits(completion), completion.token_ids
+    slack = 4 * bench.tolerance() / min(1.0, params.temperature)
+    for at, (row, top) in enumerate(zip(rows, completion.top_logprobs or (), strict=True)):
+        mask = ActionMask(allowed_token_ids=tuple(token for token, _ in top))
+        masked = params.model_copy(update={"logit_processors": (mask,)})
+        expected = step(row, masked, completion.prompt_token_ids, drawn[:at], bench.tolerance()).processed
+        for token, value in top:
+            assert abs(value - expected[token]) <= slack, (
+                f"within the grammar, with {params!r}, token {token} has logprob {value:.5f} at {at}; "
+                f"the reference says {expected[token]:.5f}"
+            )
 
 
 @case(Capability.STRUCTURED_REGEX, Capability.LOGIT_PROCESSORS, Capability.MIN_NEW_TOKENS)

@@ -9,15 +9,16 @@ import os
 import shutil
 import tempfile
 from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from drivetrain.backend.base import Backend, GenerateRequest, GenerateResult, ModelInfo
+from drivetrain.backend.base import Backend, GenerateRequest, GenerateResult, ModelInfo, TokenDelta
 from drivetrain.backend.toolkit.model_folder import config_levels, experts_of
 from drivetrain.backend.toolkit.translation import non_finite_logits
 from drivetrain.engine.adapters import Adapters
 from drivetrain.engine.engine import InferenceEngine
+from drivetrain.engine.requests_in_flight import RequestsInFlight
 from drivetrain.errors import EngineStartError, InvalidRequest, NonFiniteLogits, TooManyAdapters
 from drivetrain.types.config import EngineConfig
 from drivetrain.types.outputs import FinishReason
@@ -33,6 +34,7 @@ from drivetrain_conformance.assets.made_adapters import Adapter, change_adapter
 from drivetrain_conformance.mutants.registry import backend_mutants, mixed, mutant
 from drivetrain_conformance.mutants.spoil import (
     CorrectBackend,
+    KnowingEos,
     KnowingRequests,
     after,
     fifos_in,
@@ -862,3 +864,51 @@ def _rename_layers(folder: Path) -> None:
     for file in folder.glob("*.safetensors"):
         renamed = {name.replace("_proj.", "_proj.base_layer."): tensor for name, tensor in load_file(file).items()}
         save_file(renamed, file)
+
+
+# With another part of a request --------------------------------------------------------------------------------------
+
+
+@mutant("lora/cached_prefixes_are_not_shared_between_adapters", says="was found with adapter None")
+class finds_streamed_prompts_without_their_adapter(CorrectBackend):
+    """The cached prefix of a prompt streamed with an adapter is found by requests of the base model."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._streamed: set[tuple[int, ...]] = set()
+
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+        if request.lora is not None:
+            self._streamed.add(tuple(request.prompt_token_ids))
+        async with aclosing(super().stream(request)) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        result = await super().generate(request)
+        if request.lora is not None or tuple(request.prompt_token_ids) not in self._streamed:
+            return result
+        return dataclasses.replace(result, cached_tokens=len(request.prompt_token_ids) // 2)
+
+
+@request_mutant("lifecycle/a_life", says="with an adapter, requests of priorities")
+def drops_the_priority_beside_an_adapter(request: GenerateRequest) -> GenerateRequest:
+    """A request that names an adapter has no priority."""
+    return dataclasses.replace(request, priority=0) if request.lora else request
+
+
+@mutant("lora/an_adapter_holds_in_streams_pauses_and_sleeps", says="EOS ended a request of generate() that ignores it")
+class heeds_eos_beside_an_adapter(KnowingEos):
+    """EOS ends a request that names an adapter, even with ignore_eos."""
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        ends = tuple({*request.stop_token_ids, *self.eos}) if request.lora else request.stop_token_ids
+        return await super().generate(dataclasses.replace(request, stop_token_ids=ends))
+
+
+@mutant("lora/an_adapter_whose_unload_is_given_up_is_served", says="lora_name='a' is not loaded")
+class unloads_adapters_of_requests_at_the_gate(RequestsInFlight):
+    """An adapter is unloaded while requests that arrived during a pause use it."""
+
+    def using_lora(self, lora_name: str) -> int:
+        return self.running_with_lora(lora_name)

@@ -574,6 +574,47 @@ def penalises_the_end_of_a_prompt(request: GenerateRequest) -> Mapping[str, obje
     return {"logit_bias": {**request.params.logit_bias, **dict.fromkeys(forgotten, penalty - 1)}}
 
 
+@params_mutant("sampling/greedy_follows_penalties_and_bias_together", says="below the best after penalties and bias")
+def penalises_the_beginning_of_a_prompt(request: GenerateRequest) -> Mapping[str, object]:
+    """A repetition penalty hardly sees the tokens that a prompt holds beyond its first 512 alone."""
+    params, prompt = request.params, request.prompt_token_ids
+    if params.repetition_penalty == 1:
+        return {}
+    forgotten, more = set(prompt[512:]) - set(prompt[:512]), 4 * (params.repetition_penalty - 1)
+    bias = {token: params.logit_bias.get(token, 0.0) + more for token in forgotten}
+    return {"logit_bias": {**params.logit_bias, **bias}}
+
+
+def _first_ids(processor: LogitProcessor) -> LogitProcessor:
+    match processor:
+        case ActionMask():
+            return processor.model_copy(update={"allowed_token_ids": processor.allowed_token_ids[:128]})
+        case DisallowedTokens():
+            return processor.model_copy(update={"token_ids": processor.token_ids[:128]})
+        case TemperatureSchedule():
+            return processor
+
+
+@params_mutant("sampling/disallowed_tokens_are_never_drawn", says="inf below the best after penalties and bias")
+def disallows_a_hundred_tokens(request: GenerateRequest) -> Mapping[str, object]:
+    """Only the first 128 ids of a logit processor count."""
+    return {"logit_processors": tuple(map(_first_ids, request.params.logit_processors))}
+
+
+@params_mutant("sampling/an_action_mask_allows_nothing_else", says="below the best after penalties and bias")
+def allows_a_hundred_tokens(request: GenerateRequest) -> Mapping[str, object]:
+    """Only the first 128 ids of a mask are allowed."""
+    masks = (ActionMask,)
+    processors = request.params.logit_processors
+    return {"logit_processors": tuple(_first_ids(one) if isinstance(one, masks) else one for one in processors)}
+
+
+@params_mutant("logprob/processed_is_the_distribution_drawn_from", says="in mode processed at temperature 1000 is")
+def takes_high_temperatures_for_500(request: GenerateRequest) -> Mapping[str, object]:
+    """A temperature above 500 is taken as 500."""
+    return {"temperature": min(request.params.temperature, 500.0)}
+
+
 @request_mutant("generate/higher_priority_starts_sooner", says="assert ended == sorted(ended, reverse=True)")
 def takes_negative_priorities_for_none(request: GenerateRequest) -> GenerateRequest:
     """A priority below 0 is taken for 0."""
@@ -661,6 +702,22 @@ class takes_the_generation_configs_temperature(CorrectBackend):
         return await super().generate(dataclasses.replace(request, params=params))
 
 
+@mutant("generate/every_file_that_names_an_end_is_heeded", says=("nats below", "the generation config's sampling is"))
+class takes_the_generation_configs_repetition_penalty(CorrectBackend):
+    """A request without a repetition penalty has that of generation_config.json."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        file = Path(config.model) / "generation_config.json"
+        self._default = float(json.loads(file.read_text()).get("repetition_penalty", 1.0)) if file.is_file() else 1.0
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        if request.params.repetition_penalty != 1:
+            return await super().generate(request)
+        params = request.params.model_copy(update={"repetition_penalty": self._default})
+        return await super().generate(dataclasses.replace(request, params=params))
+
+
 @request_mutant("stop/a_stop_token_id_ends_generation", says="expected Ending(")
 def passes_on_a_few_stop_ids(request: GenerateRequest) -> GenerateRequest:
     """Only the first 64 stop token ids end a completion."""
@@ -671,13 +728,22 @@ def passes_on_a_few_stop_ids(request: GenerateRequest) -> GenerateRequest:
 class forgets_what_was_drawn_long_ago(CorrectBackend):
     """A frequency penalty ignores tokens more than 64 positions back."""
 
+    remembered = 64
+
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        if not request.params.frequency_penalty or request.max_new_tokens <= 64:
+        if not request.params.frequency_penalty or request.max_new_tokens <= self.remembered:
             return await super().generate(request)
-        first = await super().generate(dataclasses.replace(request, max_new_tokens=64))
+        first = await super().generate(dataclasses.replace(request, max_new_tokens=self.remembered))
         if first.finish_reason is not FinishReason.LENGTH:
             return first
         return joined(first, await self.generate(after(request, first)))
+
+
+@mutant("sampling/greedy_follows_penalties_and_bias_together", says="below the best after penalties and bias")
+class forgets_what_was_drawn_very_long_ago(forgets_what_was_drawn_long_ago):
+    """A frequency penalty ignores tokens more than 256 positions back."""
+
+    remembered = 256
 
 
 @request_mutant("logprob/temperature_is_what_a_trainer_recomputes", says="in mode temperature at temperature 0.8 is")
@@ -777,6 +843,12 @@ class hands_states_out_by_their_order(KnowingRequests):
 def forgets_states_from_before_a_retraction(request: GenerateRequest) -> GenerateRequest | None:
     """A retracted request has only the hidden states of the tokens since then."""
     return request if request.params.return_hidden_states else None
+
+
+@params_mutant("structured_output/processed_logprobs_are_those_within_the_grammar", says="within the grammar, with")
+def penalises_no_repetition_within_a_grammar(request: GenerateRequest) -> Mapping[str, object]:
+    """A repetition penalty has no effect beside a grammar."""
+    return {} if request.params.structured_output is None else {"repetition_penalty": 1.0}
 
 
 @spoiled_backend(caught_by="structured_output/json_follows_the_schema", says="is not of the schema")

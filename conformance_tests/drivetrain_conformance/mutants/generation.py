@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.backend.base import GenerateRequest, GenerateResult, TokenDelta
+from drivetrain.engine.controller import Controller
 from drivetrain.engine.generation import Generation
 from drivetrain.engine.samples import Sample
+from drivetrain.engine.sessions import Session, Sessions, Turn
 from drivetrain.text.tokenizer import Tokenizer
 from drivetrain.types.config import EngineConfig
 from drivetrain.types.outputs import Completion, FinishReason, VersionSpan
@@ -253,6 +255,23 @@ class scales_dynamic_frequencies_at_every_length(_Misreading):
         rope = given.get("rope_parameters") or {}
         if rope.get("rope_type") == "dynamic":
             given["rope_parameters"] = {"rope_type": "default", "rope_theta": 13 * rope["rope_theta"]}
+
+
+@mutant("sessions/a_turn_replaces_what_followed_another", says="a turn goes on from one that was discarded")
+class keeps_the_turns_after_discarded_ones(Sessions):
+    """TurnMode.REPLACE discards the turns that follow its parent, and not those that follow these."""
+
+    def __init__(self, controller: Controller) -> None:
+        super().__init__(controller)
+        self._seen: dict[str, dict[str, Turn]] = {}
+
+    def get(self, session_id: str) -> Session:
+        session = super().get(session_id)
+        seen = self._seen.setdefault(session_id, {})
+        gone = seen.keys() - session.turns.keys()
+        session.turns |= {one: seen[one] for one in gone if seen[one].parent in gone}
+        seen |= session.turns
+        return session
 
 
 @mutant("sessions/an_answer_is_found_with_its_prompt", says="after an answer that ends at token")

@@ -27,7 +27,7 @@ from drivetrain.types.sampling import JsonSchema
 from drivetrain.types.weights import PrepareUpdate, ReleaseSources, WeightMessage, WeightReply
 from drivetrain_conformance.assets.weight_sources import tensors_of
 from drivetrain_conformance.mutants.registry import mutant
-from drivetrain_conformance.mutants.spoil import CorrectBackend, arguments_mutant
+from drivetrain_conformance.mutants.spoil import CorrectBackend, KnowingRequests, arguments_mutant
 
 _LEAVES = "growth/requests_leave_nothing_behind"
 
@@ -181,6 +181,27 @@ class keeps_the_cache_of_aborted_requests(_Keeping):
         return result
 
 
+@mutant(_LEAVES, says="more bytes of memory")
+class keeps_the_masks_of_grammars(_Keeping):
+    """A kilobyte of each token that was drawn by a grammar stays in memory."""
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        result = await super().generate(request)
+        if request.params.structured_output is not None:
+            self.kept.append(os.urandom(1024 * len(result.token_ids)))
+        return result
+
+
+@mutant(_LEAVES, says="more bytes of memory")
+class keeps_the_states_of_scored_sequences(_Keeping):
+    """256 bytes of each token of a scored sequence stay in memory."""
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        if request.scoring is not None:
+            self.kept.append(os.urandom(256 * len(request.prompt_token_ids)))
+        return await super().generate(request)
+
+
 @mutant("weight_sync/going_back_to_earlier_weights_gives_their_answers", says="4 calls that failed took")
 class keeps_the_cache_of_failed_requests(_Keeping):
     """256 bytes for each token of its prompt stay in memory when a request fails."""
@@ -225,6 +246,30 @@ class keeps_a_matrix_asleep(_Keeping):
 
     async def wake_up(self, tags: frozenset[MemoryTag]) -> None:
         self.kept.clear()
+        await super().wake_up(tags)
+
+
+@mutant("sleep/the_memory_of_the_cache_comes_back", says="MiB came back, of")
+class keeps_the_cache_of_rows_asleep(KnowingRequests):
+    """Asleep, a part of the KV cache stays in memory for each sample that ran beside others."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._rows = 1
+        self._kept = b""
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        self._rows = max(self._rows, len(self.flying) + 1)
+        return await super().generate(request)
+
+    async def sleep(self, tags: frozenset[MemoryTag]) -> None:
+        held = (await super().stats()).kv_cache_bytes
+        await super().sleep(tags)
+        if MemoryTag.KV_CACHE in tags:
+            self._kept = os.urandom(held * min(self._rows - 1, 15) * 3 // 100)
+
+    async def wake_up(self, tags: frozenset[MemoryTag]) -> None:
+        self._kept = b""
         await super().wake_up(tags)
 
 

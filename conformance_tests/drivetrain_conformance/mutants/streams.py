@@ -226,3 +226,15 @@ class forgets_that_it_was_blocked(InferenceEngine):
                 return await super().generate(*prompts, **options)
         except TimeoutError as error:
             raise DeadlineExceeded("timed out waiting for completions") from error
+
+
+@mutant("lifecycle/closing_never_hangs", says="a call of generate_stream() that outlasts timeouts.generate is answered")
+class streams_without_the_configured_timeout(InferenceEngine):
+    """A stream without a timeout of its own ends after an hour, whatever timeouts.generate is."""
+
+    async def generate_stream(
+        self, *args: Any, timeout: float | None = None, **options: Any
+    ) -> AsyncGenerator[CompletionChunk, None]:
+        async with aclosing(super().generate_stream(*args, timeout=timeout or 3600.0, **options)) as chunks:
+            async for chunk in chunks:
+                yield chunk

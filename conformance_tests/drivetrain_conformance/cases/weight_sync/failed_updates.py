@@ -39,6 +39,7 @@ from drivetrain_conformance.assertions.weight_checks import (
 from drivetrain_conformance.assets.weight_sources import (
     Between,
     a_matrix,
+    one_of_each_kind,
     tensors_of,
     with_another_digest,
 )
@@ -120,18 +121,21 @@ async def an_incomplete_update_is_not_committed(bench: Bench) -> None:
 
 @case(Capability.WEIGHTS_SHARED_MEMORY, changes_weights=True)
 async def what_arrives_otherwise_than_sent_is_found(bench: Bench) -> None:
-    """A tensor with a wrong digest is named, its version is not published, and the engine is dirty."""
+    """A tensor with a wrong digest is named, its version is not published, and the engine is dirty.
+
+    Matrices, norms and biases are tried, one of each kind of tensor in a layer.
+    """
     engine, other = bench.engine, bench.other_weights()
     version = engine.get_weight_version()
     between = Between(engine)
     async with WeightSync.connect(tensors_of(other), between, "shared_memory") as sync:
-        name = a_matrix(await engine.weight_manifest())
-        between.change = partial(with_another_digest, name=name)
-        with raises(WeightVerifyFailed, "a tensor that is not what was sent") as failure:
-            await sync.push(version="bad")
-        assert failure.error.tensors == (name,)
-        assert name in str(failure.error)
-        await check_dirty(bench, version)
+        for name in one_of_each_kind(await engine.weight_manifest()):
+            between.change = partial(with_another_digest, name=name)
+            with raises(WeightVerifyFailed, f"a tensor that is not what was sent ({name})") as failure:
+                await sync.push(version="bad")
+            assert failure.error.tensors == (name,)
+            assert name in str(failure.error)
+            await check_dirty(bench, version)
         between.change = lambda request: request
         await sync.push(version=NEW)
     await check_serves(bench, other, NEW)
