@@ -26,7 +26,7 @@ from drivetrain_conformance.assertions.weight_checks import check_made_by
 from drivetrain_conformance.assets.served_models import ModelKind
 from drivetrain_conformance.assets.weight_sources import tensors_of
 from drivetrain_conformance.harness.case import Hardware, case
-from drivetrain_conformance.harness.testbench import Bench, check_held, in_time, until_running
+from drivetrain_conformance.harness.testbench import Bench, check_held, in_time, until_idle, until_running
 
 _T = TypeVar("_T")
 
@@ -572,6 +572,7 @@ async def the_memory_of_the_cache_comes_back(bench: Bench) -> None:
     assert size > 8 * MIB or not keeps, f"after a long prompt the engine says that its cache holds {size} bytes"
     prompt, weights = bench.prompt(), (await engine.stats()).weight_bytes
     before = await bench.greedy([prompt])
+    await until_idle(engine)  # it may free a request's memory after its answer
     awake = held_bytes(engine)
     if bench.claims(Capability.PAUSE_IN_PLACE):
         await engine.pause_generation(PauseMode.IN_PLACE)
