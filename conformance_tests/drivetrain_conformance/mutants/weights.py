@@ -58,7 +58,7 @@ from drivetrain_conformance.mutants.spoil import CorrectBackend, KnowingRequests
 # What is loaded ------------------------------------------------------------------------------------------------------
 
 
-@mutant("weight_sync/what_arrives_otherwise_than_sent_is_found", says="a tensor that is not what was sent was accepted")
+@mutant("weight_sync/what_arrives_otherwise_than_sent_is_found", says="a tensor that is not what was sent (")
 class accepts_wrong_digests(CorrectBackend):
     """Received tensors are not compared with those that were sent."""
 
