@@ -116,7 +116,7 @@ def conformance(
         typer.Option(
             min=1,
             metavar="COUNT",
-            help="Draw this many wrong backends by --seed, and tell which share the suite catches. Two hours for 60.",
+            help="Draw this many wrong backends by --seed, and tell which share the suite catches. It takes hours.",
         ),
     ] = None,
     url: Annotated[
