@@ -321,19 +321,8 @@ class SGLangBackend(WorkerBackend[Collected]):
 
     # LoRA --------------------------------------------------------------------------------------------------------
 
-    async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool) -> None:
+    async def load_adapter_folder(self, lora_name: str, lora_path: str, pinned: bool) -> None:
         """Load an adapter from a peft folder."""
-        await self.lora_calls.run(lambda: self._load_folder(lora_name, lora_path, pinned))
-
-    async def load_lora_tensors(self, lora_name: str, update: WeightUpdateRequest, pinned: bool) -> None:
-        """Have every worker receive an adapter, then load it."""
-        await self.lora_calls.run(lambda: self._load_tensors(lora_name, update, pinned))
-
-    async def unload_lora_adapter(self, lora_name: str) -> None:
-        """Unload an adapter."""
-        await self.lora_calls.run(lambda: self._unload(lora_name))
-
-    async def _load_folder(self, lora_name: str, lora_path: str, pinned: bool) -> None:
         from sglang.srt.managers.io_struct import LoadLoRAAdapterReqInput
 
         folder = await asyncio.to_thread(self._plain.folder_for, lora_name, lora_path, *self._adaptable)
@@ -344,7 +333,8 @@ class SGLangBackend(WorkerBackend[Collected]):
             self._plain.remove(lora_name)
             raise
 
-    async def _load_tensors(self, lora_name: str, update: WeightUpdateRequest, pinned: bool) -> None:
+    async def load_adapter_tensors(self, lora_name: str, update: WeightUpdateRequest, pinned: bool) -> None:
+        """Have every worker receive an adapter, then load it."""
         from sglang.srt.managers.io_struct import LoadLoRAAdapterReqInput
 
         path = await self.stage_adapter(update, self._plain, self._adaptable)
@@ -356,7 +346,8 @@ class SGLangBackend(WorkerBackend[Collected]):
             raise
         self._staged[lora_name] = path
 
-    async def _unload(self, lora_name: str) -> None:
+    async def unload_adapter(self, lora_name: str) -> None:
+        """Unload an adapter."""
         from sglang.srt.managers.io_struct import UnloadLoRAAdapterReqInput
 
         wanted = UnloadLoRAAdapterReqInput(lora_name=lora_name)

@@ -344,19 +344,8 @@ class VLLMBackend(WorkerBackend[Collected]):
 
     # LoRA --------------------------------------------------------------------------------------------------------
 
-    async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool) -> None:
+    async def load_adapter_folder(self, lora_name: str, lora_path: str, pinned: bool) -> None:
         """Load an adapter from a peft folder."""
-        await self.lora_calls.run(lambda: self._load_folder(lora_name, lora_path, pinned))
-
-    async def load_lora_tensors(self, lora_name: str, update: WeightUpdateRequest, pinned: bool) -> None:
-        """Have every worker receive an adapter, then load it."""
-        await self.lora_calls.run(lambda: self._load_tensors(lora_name, update, pinned))
-
-    async def unload_lora_adapter(self, lora_name: str) -> None:
-        """Unload an adapter."""
-        await self.lora_calls.run(lambda: self._unload(lora_name))
-
-    async def _load_folder(self, lora_name: str, lora_path: str, pinned: bool) -> None:
         self._require_room()
         folder = await asyncio.to_thread(self._plain.folder_for, lora_name, lora_path, *self._adaptable)
         try:
@@ -365,7 +354,8 @@ class VLLMBackend(WorkerBackend[Collected]):
             self._plain.remove(lora_name)
             raise
 
-    async def _load_tensors(self, lora_name: str, update: WeightUpdateRequest, pinned: bool) -> None:
+    async def load_adapter_tensors(self, lora_name: str, update: WeightUpdateRequest, pinned: bool) -> None:
+        """Have every worker receive an adapter, then load it."""
         self._require_room()
         path = await self.stage_adapter(update, self._plain, self._adaptable)
         try:
@@ -398,7 +388,8 @@ class VLLMBackend(WorkerBackend[Collected]):
             raise InvalidRequest(f"vLLM refused the adapter: {error}{has_experts * hint}", field=field) from error
         self._adapters[lora_name] = wanted
 
-    async def _unload(self, lora_name: str) -> None:
+    async def unload_adapter(self, lora_name: str) -> None:
+        """Unload an adapter."""
         if lora_name not in self._adapters:
             raise InvalidRequest(f"lora_name={lora_name!r} is not loaded", field="lora_name")
         unloaded = self._adapters[lora_name]

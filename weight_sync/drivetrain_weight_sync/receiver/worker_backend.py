@@ -96,7 +96,7 @@ class WorkerBackend(WorkerRequests[S]):
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         self._adapter_numbers = itertools.count(1)
-        self.lora_calls = WholeCalls()
+        self._lora_calls = WholeCalls()
         """Loads and unloads adapters."""
 
     @classmethod
@@ -234,6 +234,32 @@ class WorkerBackend(WorkerRequests[S]):
         for name, request in self.in_flight.items():
             # The engine has forgotten a finished request, although its result has not arrived here yet.
             request.replaced(self.version, tokens.get(name, math.inf))
+
+    # Adapters ----------------------------------------------------------------------------------------------------
+
+    async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool) -> None:
+        """Load an adapter from a peft folder, to the end even if the caller is cancelled."""
+        await self._lora_calls.run(lambda: self.load_adapter_folder(lora_name, lora_path, pinned))
+
+    async def load_lora_tensors(self, lora_name: str, update: WeightUpdateRequest, pinned: bool) -> None:
+        """Load an adapter from its tensors, to the end even if the caller is cancelled."""
+        await self._lora_calls.run(lambda: self.load_adapter_tensors(lora_name, update, pinned))
+
+    async def unload_lora_adapter(self, lora_name: str) -> None:
+        """Unload an adapter, to the end even if the caller is cancelled."""
+        await self._lora_calls.run(lambda: self.unload_adapter(lora_name))
+
+    async def load_adapter_folder(self, lora_name: str, lora_path: str, pinned: bool) -> None:
+        """Have the engine load an adapter from a peft folder."""
+        await super().load_lora_adapter(lora_name, lora_path, pinned)
+
+    async def load_adapter_tensors(self, lora_name: str, update: WeightUpdateRequest, pinned: bool) -> None:
+        """Have every worker receive an adapter, then have the engine load it."""
+        await super().load_lora_tensors(lora_name, update, pinned)
+
+    async def unload_adapter(self, lora_name: str) -> None:
+        """Have the engine unload an adapter, and the workers free it."""
+        await super().unload_lora_adapter(lora_name)
 
     async def stage_adapter(
         self, update: WeightUpdateRequest, plain: PlainAdapters, namings: Sequence[Mapping[str, tuple[int, ...]]]

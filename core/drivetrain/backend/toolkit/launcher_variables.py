@@ -36,6 +36,3 @@ def outside_the_trainers_group() -> Iterator[None]:
 
 def _is_launchers(name: str) -> bool:
     return name in _NAMES or name.startswith(_PREFIX)
-
-
-__all__ = ["outside_the_trainers_group", "without_launcher_variables"]

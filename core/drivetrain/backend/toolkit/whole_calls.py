@@ -26,6 +26,3 @@ class WholeCalls:
         self._running = task = asyncio.ensure_future(call())  # the loop itself keeps no task alive
         task.add_done_callback(lambda _: self._free.release())
         return await asyncio.shield(task)
-
-
-__all__ = ["WholeCalls"]
