@@ -119,6 +119,7 @@ def conformance(
             help="Draw this many wrong backends by --seed, and tell which share the suite catches. It takes hours.",
         ),
     ] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes that share the work of --drawn-mutants.")] = 1,
     url: Annotated[
         str | None,
         typer.Option(help="Check the routes of the server at this address instead; its weights stay as they are."),
@@ -183,7 +184,7 @@ def conformance(
         from drivetrain_conformance.mutants.drawn.run import run_drawn_mutants
 
         chosen = _chosen(group, case)
-        passed = run_drawn_mutants(backend or "transformers", chosen, count=drawn_mutants, seed=seed or 0)
+        passed = run_drawn_mutants(backend or "transformers", chosen, count=drawn_mutants, seed=seed or 0, jobs=jobs)
     elif mutants:
         from drivetrain_conformance.mutants.run import run_mutants
 

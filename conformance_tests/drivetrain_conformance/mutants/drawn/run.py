@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import multiprocessing
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -11,6 +14,7 @@ from rich.text import Text
 
 from drivetrain.backend.base import Backend
 from drivetrain.cli.output import out
+from drivetrain_conformance.cases import all_cases
 from drivetrain_conformance.harness.case import Case
 from drivetrain_conformance.harness.progress_bar import progress_bar
 from drivetrain_conformance.harness.runner import Runner
@@ -29,7 +33,7 @@ _SECONDS: Final = 90.0
 class DrawnResult:
     """Result of running the suite on one drawn mutant."""
 
-    mutant: Drawn
+    name: str
     cases: tuple[str, ...]
     """Cases that reach it, shortest first; empty if none does."""
     caught_by: str = ""
@@ -41,8 +45,8 @@ class DrawnResult:
         return "caught" if self.caught_by else "MISSED" if self.cases else "not reached"
 
 
-def run_drawn_mutants(backend: str, cases: Sequence[Case], *, count: int, seed: int) -> bool:
-    """Draw mutants, run the suite on each, and show which are caught.
+def run_drawn_mutants(backend: str, cases: Sequence[Case], *, count: int, seed: int, jobs: int = 1) -> bool:
+    """Draw mutants, run the suite on each, in ``jobs`` processes, and show which are caught.
 
     A mutant that no case reaches is a hole of the suite as well: nobody would notice it.
 
@@ -51,26 +55,56 @@ def run_drawn_mutants(backend: str, cases: Sequence[Case], *, count: int, seed: 
     """
     pool = draw(seed, count)
     seconds: dict[str, float] = {}
-    reaching: dict[str, list[Case]] = {one.name: [] for one in pool}
-    with progress_bar(backend, len(cases)) as advance:
-        for case, took, names in reached(backend, pool, cases, seed):
-            seconds[case.id] = took
-            advance(case.id)
-            for name in names:
-                reaching[name].append(case)
-    results: list[DrawnResult] = []
-    with progress_bar(backend, len(pool)) as advance:
-        for one in pool:
-            chosen = sorted(reaching[one.name], key=lambda case: seconds[case.id])
-            results.append(result := try_drawn(backend, one, chosen, seed))
-            advance(one.name)
-            style = "" if result.caught_by else "red"
-            out.print(Text(f"{result.verdict:12} {one.name} [{result.caught_by}]"), style=style, soft_wrap=True)
+    reaching: dict[str, list[str]] = {one.name: [] for one in pool}
+    # A mutant is drawn again in each process, for its functions cannot be sent to one.
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), initializer=_quietly) as processes:
+        size = -(-len(cases) // (4 * jobs))
+        parts = [[case.id for case in cases[at : at + size]] for at in range(0, len(cases), size)]
+        with progress_bar(backend, len(cases)) as advance:
+            probes = {processes.submit(_reached, backend, part, count, seed): part for part in parts}
+            for probed in as_completed(probes):
+                advance("reached", len(probes[probed]))
+                for case, took, names in probed.result():
+                    seconds[case] = took
+                    for name in names:
+                        reaching[name].append(case)
+        with progress_bar(backend, len(pool)) as advance:
+            tries = [
+                processes.submit(
+                    _try, backend, one.name, sorted(reaching[one.name], key=seconds.__getitem__), count, seed
+                )
+                for one in pool
+            ]
+            results = []
+            for tried in as_completed(tries):
+                results.append(result := tried.result())
+                advance(result.name)
+                style = "" if result.caught_by else "red"
+                out.print(Text(f"{result.verdict:12} {result.name} [{result.caught_by}]"), style=style, soft_wrap=True)
     counts = Counter(result.verdict for result in results)
     out.print(
         f"{counts['caught']} of {len(results)} caught, {counts['MISSED']} missed, {counts['not reached']} not reached"
     )
     return counts["caught"] == len(results)
+
+
+def _quietly() -> None:
+    logging.getLogger("drivetrain").setLevel(logging.CRITICAL)  # cases provoke errors
+
+
+def _reached(backend: str, ids: Sequence[str], count: int, seed: int) -> list[tuple[str, float, list[str]]]:
+    found = reached(backend, draw(seed, count), _cases(ids), seed)
+    return [(case.id, seconds, names) for case, seconds, names in found]
+
+
+def _try(backend: str, name: str, ids: Sequence[str], count: int, seed: int) -> DrawnResult:
+    mutant = next(one for one in draw(seed, count) if one.name == name)
+    return try_drawn(backend, mutant, _cases(ids), seed)
+
+
+def _cases(ids: Sequence[str]) -> list[Case]:
+    cases = {case.id: case for case in all_cases()}
+    return [cases[id] for id in ids]
 
 
 def reached(
@@ -94,8 +128,8 @@ def try_drawn(backend: str, mutant: Drawn, cases: Sequence[Case], seed: int = 0)
         for case in cases:
             result = runner.execute(case)
             if result.verdict is Verdict.FAILED:
-                return DrawnResult(mutant, ids, case.id, result.judgement.message)
-    return DrawnResult(mutant, ids)
+                return DrawnResult(mutant.name, ids, case.id, result.judgement.message)
+    return DrawnResult(mutant.name, ids)
 
 
 def _runner(backend: str, spoil: Callable[[type[Backend]], type[Backend]], seed: int) -> Runner:
