@@ -45,6 +45,9 @@ _MOST = 0.7
 _SOME = 0.6
 """Shares of the profile's histories. Histories without updates do less, so they get the smaller share."""
 _ADAPTED = Fields(lora=True)
+_OUTLASTS_A_PAUSE = (24, 96)
+_LONG_OUTPUTS = (96, 900)
+"""Tokens of requests."""
 
 
 def _keeps_the_contract(
@@ -116,6 +119,7 @@ def random_histories_keep_the_contract(bench: Bench) -> None:
     own, other = bench.engine.get_weight_version(), bench.other_weights()
     bench.run(bench.engine.load_weights_from_disk(str(other), "others"))
     _honours_random_requests(bench, bench.profile.examples // 4, model=other)
+    _honours_random_requests(bench, bench.profile.examples // 6, model=other, lasting=_OUTLASTS_A_PAUSE)
     bench.run(bench.engine.load_weights_from_disk(str(bench.model), own))
 
 
@@ -140,6 +144,9 @@ def random_histories_keep_the_adapter(bench: Bench) -> None:
         _keeps_the_contract(bench, *_with_sleeps(bench), begins=begins, share=_SOME / 2, adapter=adapter)
         merged = merge(bench.model, adapter, bench.folder("merged"))
         _honours_random_requests(bench, bench.profile.examples // 4, lora=ADAPTER, model=merged)
+        _honours_random_requests(
+            bench, bench.profile.examples // 6, lora=ADAPTER, model=merged, lasting=_OUTLASTS_A_PAUSE
+        )
     finally:
         bench.run(bench.engine.unload_lora_adapter(ADAPTER))
 
@@ -158,10 +165,17 @@ def random_requests_are_honoured(bench: Bench) -> None:
     independent computation of the distribution could have drawn.
     """
     _honours_random_requests(bench, 3 * bench.profile.examples)  # a pair of fields meets rarely
+    _honours_random_requests(bench, bench.profile.examples // 2, lasting=_OUTLASTS_A_PAUSE)
+    _honours_random_requests(bench, bench.profile.examples // 6, lasting=_LONG_OUTPUTS)
 
 
 def _honours_random_requests(
-    bench: Bench, examples: int, *, lora: str | None = None, model: Path | None = None
+    bench: Bench,
+    examples: int,
+    *,
+    lora: str | None = None,
+    model: Path | None = None,
+    lasting: tuple[int, int] | None = None,
 ) -> None:
     """Check random calls with any mixture of fields, as streams or not, through pauses of any mode.
 
@@ -170,12 +184,23 @@ def _honours_random_requests(
         examples: Number of calls.
         lora: The calls' adapter.
         model: Folder of the model that must have answered; None: the engine's own.
+        lasting: Range of tokens of requests that no stop ends; they are frozen in the middle if the engine can do so.
     """
     engine = bench.engine
     ids = ordinary_ids(engine)
-    calls = batches(ids, engine.capabilities, chat=bool(engine.tokenizer.inner.chat_template), stops=_letters(bench))
+    calls = batches(
+        ids,
+        engine.capabilities,
+        chat=bool(engine.tokenizer.inner.chat_template),
+        stops=_letters(bench) if lasting is None else (),
+        lasting=lasting,
+    )
     repeats = Repeats()
-    modes = [None, *(mode for capability, mode in PAUSES.items() if bench.claims(capability))]
+    modes: list[PauseMode | None] = [mode for capability, mode in PAUSES.items() if bench.claims(capability)]
+    if lasting is not None:
+        modes = [mode for mode in modes if mode in (PauseMode.IN_PLACE, PauseMode.RETRACT)]
+    if lasting is None or not modes:
+        modes.append(None)
 
     @seed(bench.seed)
     @property_settings(examples)

@@ -136,7 +136,8 @@ def sampling_params(
     vocabulary: Sequence[int],
     capabilities: frozenset[Capability],
     *,
-    max_tokens: int = 16,
+    tokens: tuple[int, int] = (1, 16),
+    lasting: bool = False,
     stops: Sequence[str] = tuple("aeiou 012"),
 ) -> SamplingParams:
     """Draw params with any of the fields that the capabilities allow.
@@ -145,7 +146,8 @@ def sampling_params(
         draw: Given by hypothesis.
         vocabulary: Token ids that fields may name.
         capabilities: The engine's capabilities. A field that needs another one is never set.
-        max_tokens: Largest max_new_tokens.
+        tokens: Range of the usual max_new_tokens.
+        lasting: Draw tokens more often than not, with a seed, and end at no EOS, if the engine can do so.
         stops: Parts of stop strings, best ones that the model is likely to write.
     """
     ids = st.sampled_from(vocabulary)
@@ -169,10 +171,18 @@ def sampling_params(
         maybe("return_prompt_ranks", st.just(True), Capability.PROMPT_RANKS)
     if Capability.SCORE_TOKENS in capabilities and draw(st.integers(0, 15)) == 15:
         return SamplingParams.model_validate({**fields, "max_new_tokens": 0})
-    usual = st.integers(1, max_tokens) | st.just(max_tokens)
-    fields["max_new_tokens"] = most = draw(sometimes(usual, counts(max_tokens, LONGEST)))
-    fields["n"] = draw(st.integers(1, 3))
-    fields["temperature"] = temperature = draw(st.just(0.0) | sometimes(numbers(0.25, 2.0), numbers(0.01, 100.0), 4))
+    if lasting:
+        fields["max_new_tokens"] = most = draw(counts(*tokens))
+    else:
+        usual = st.integers(*tokens) | st.just(tokens[1])
+        fields["max_new_tokens"] = most = draw(sometimes(usual, counts(tokens[1], LONGEST)))
+    fields["n"] = 1 if lasting else draw(st.integers(1, 3))
+    heat = sometimes(numbers(0.25, 2.0), numbers(0.01, 100.0), 4)
+    fields["temperature"] = temperature = draw(
+        st.sampled_from((0.0, 1.0, 1.0)).flatmap(lambda warm: heat if warm else st.just(0.0))
+        if lasting
+        else st.just(0.0) | heat
+    )
     maybe("skip_special_tokens", st.just(False))
     modes = [mode for mode, capability in MODE_CAPABILITY.items() if capability in capabilities]
     wants_logprobs: bool = draw(st.booleans())
@@ -183,7 +193,7 @@ def sampling_params(
     maybe("return_routed_experts", st.just(True), Capability.ROUTED_EXPERTS)
     maybe("return_prompt_routed_experts", st.just(True), Capability.PROMPT_ROUTED_EXPERTS)
     maybe("return_sampling_mask", st.just(True), Capability.SAMPLING_MASK)
-    maybe("seed", st.integers(2**62, 2**63 - 1) | st.integers(0, 3), Capability.SEED)
+    (always if lasting else maybe)("seed", st.integers(2**62, 2**63 - 1) | st.integers(0, 3), Capability.SEED)
     maybe("top_k", st.integers(1, 8) | counts(1, len(vocabulary)), Capability.TOP_K)
     maybe("top_p", numbers(0.01, 1.0), Capability.TOP_P)
     maybe("min_p", st.just(0.0) | numbers(0.001, 1.0), Capability.MIN_P)
@@ -192,15 +202,17 @@ def sampling_params(
     if grammars and maybe("structured_output", st.sampled_from(grammars)):
         return SamplingParams.model_validate(fields)
     maybe("min_new_tokens", st.integers(0, most), Capability.MIN_NEW_TOKENS)
-    maybe("ignore_eos", st.just(True), Capability.IGNORE_EOS)
+    (always if lasting else maybe)("ignore_eos", st.just(True), Capability.IGNORE_EOS)
     maybe("repetition_penalty", sometimes(numbers(0.5, 2.0), numbers(0.1, 10.0), 4), Capability.REPETITION_PENALTY)
     maybe("frequency_penalty", signed(2.0), Capability.FREQUENCY_PENALTY)
     maybe("presence_penalty", signed(2.0), Capability.PRESENCE_PENALTY)
     biases = sometimes(_few(ids), _many(vocabulary))
     maybe("logit_bias", biases.flatmap(_biased), Capability.LOGIT_BIAS)
-    maybe("stop_token_ids", sometimes(_few(ids), _many(vocabulary)), Capability.STOP_TOKEN_IDS)
+    stopping = sometimes(_few(ids), _many(vocabulary))
+    if not lasting:
+        maybe("stop_token_ids", stopping, Capability.STOP_TOKEN_IDS)
     strings = st.sampled_from(stops) | st.lists(st.sampled_from(stops), min_size=2, max_size=3).map("".join)
-    either: str = draw(st.sampled_from(("", "", "", "strings", "expressions", "both")))
+    either: str = draw(st.sampled_from(("", "", "", "strings", "expressions", "both"))) if not lasting else ""
     stop = either in ("strings", "both") and always("stop", _few(strings), Capability.STOP_STRINGS)
     expressions = _few(st.sampled_from(_STOP_PATTERNS))
     stop_regex = either in ("expressions", "both") and always("stop_regex", expressions, Capability.STOP_REGEX)
@@ -265,13 +277,27 @@ def batches(
     *,
     chat: bool,
     stops: Sequence[str] = tuple("aeiou 012"),
+    lasting: tuple[int, int] | None = None,
 ) -> SearchStrategy[Batch]:
-    """Draw calls of several prompts of any kind, each with its own params; see :func:`sampling_params`."""
+    """Draw calls of several prompts of any kind, each with its own params; see :func:`sampling_params`.
+
+    With ``lasting``, requests make about as many tokens as this range says, and no stop ends them early.
+    """
+    if lasting is not None:
+        lasts = sampling_params(ids, capabilities, tokens=lasting, lasting=True)
+        short = st.lists(st.sampled_from(ids), min_size=1, max_size=24).map(
+            lambda one: TokenPrompt(token_ids=tuple(one))
+        )
+        return st.lists(st.tuples(short, lasts), min_size=3, max_size=5).map(_batch)
     params = sampling_params(ids, capabilities, stops=stops)
     pairs = st.lists(st.tuples(prompts(ids, chat=chat), params), min_size=1, max_size=4)
     crowds = st.lists(st.tuples(prompts(ids, chat=chat), params), min_size=2, max_size=2).map(lambda two: 12 * two)
     drawn = sometimes(pairs, crowds, 24)
-    return drawn.map(lambda calls: Batch(tuple(prompt for prompt, _ in calls), tuple(one for _, one in calls)))
+    return drawn.map(_batch)
+
+
+def _batch(calls: Sequence[tuple[Prompt, SamplingParams]]) -> Batch:
+    return Batch(tuple(prompt for prompt, _ in calls), tuple(one for _, one in calls))
 
 
 # Weight updates ------------------------------------------------------------------------------------------------------
