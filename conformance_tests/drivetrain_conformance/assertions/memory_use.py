@@ -23,6 +23,10 @@ from drivetrain_weight_sync.receiver.cpu_sleep import trim_heap
 
 SERIES: Final = 6
 """Maximum series of measurements; growth that none of them ends is a leak."""
+COUNTED: Final[Mapping[str, float]] = dict.fromkeys(
+    ("threads", "descriptors", "mappings of files", "tasks", "timers"), 0.5
+)
+"""Allowed growth of what is counted: a pool adds a thread now and then, a leak adds one with every piece of work."""
 _M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_THRESHOLD: Final = -3
 _GPU_PROCESS: Final = re.compile(r"process\s+(\d+) uses\s+([\d.]+) MB")
@@ -114,7 +118,7 @@ def held_by_ranks(engine: InferenceEngine) -> dict[int, int]:
 
 
 async def check_steady(
-    measure: Callable[[], Awaitable[Mapping[str, int]]], room: Mapping[str, int], between: str, measurements: int = 6
+    measure: Callable[[], Awaitable[Mapping[str, int]]], room: Mapping[str, float], between: str, measurements: int = 6
 ) -> None:
     """Raise if held memory grows steadily with the work.
 
@@ -140,7 +144,7 @@ async def check_steady(
     raise AssertionError(message)
 
 
-def steady_growth(held: Sequence[int], room: int) -> float:
+def steady_growth(held: Sequence[int], room: float) -> float:
     """Return the growth between two measurements, without the largest rises and falls.
 
     Memory that is given back at once, such as by a garbage collection, hides a leak from any comparison of earlier with
@@ -163,9 +167,13 @@ def steady_growth(held: Sequence[int], room: int) -> float:
 async def held_by(engine: InferenceEngine) -> dict[str, int]:
     """Measure an idle engine's memory, threads, descriptors and mappings, and this event loop's tasks and timers."""
     await until_idle(engine)
+    cached = (await engine.stats()).kv_cache_bytes
+    return {"bytes of memory": held_bytes(engine), "bytes of KV cache": cached, **counted_of(engine)}
+
+
+def counted_of(engine: InferenceEngine) -> dict[str, int]:
+    """Count an engine's threads, descriptors and mappings, and this event loop's tasks and timers."""
     return {
-        "bytes of memory": held_bytes(engine),
-        "bytes of KV cache": (await engine.stats()).kv_cache_bytes,
         "threads": threads_of(engine),
         "descriptors": descriptors_of(engine),
         "mappings of files": mappings_of(engine, " /"),

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Final, TypeVar
 
-from drivetrain_conformance.assertions.memory_use import check_steady, held_by
+from drivetrain_conformance.assertions.memory_use import COUNTED, check_steady, held_by
 from drivetrain_conformance.assertions.weight_checks import from_disk, load_all
 from drivetrain_conformance.harness.testbench import Bench
 
@@ -50,7 +50,7 @@ async def check_inputs_leave_nothing(bench: Bench, pool: Callable[[list[list[int
         return await held_by(bench.engine)
 
     await held_after_some()  # the first round fills caches
-    room = {"bytes of memory": _ROUNDS * _ROOM, "threads": 1, "descriptors": 1}
+    room = {"bytes of memory": _ROUNDS * _ROOM, **COUNTED}
     await check_steady(held_after_some, room, f"{_ROUNDS * _BATCH} inputs that were embedded or scored")
 
 

@@ -14,7 +14,7 @@ from drivetrain.types.modes import PauseMode
 from drivetrain.types.sampling import JsonSchema, RegexGrammar, SamplingParams
 from drivetrain_conformance.assertions.event_loop_stalls import check_it_runs
 from drivetrain_conformance.assertions.idle_cpu import check_rests
-from drivetrain_conformance.assertions.memory_use import check_steady, held_by
+from drivetrain_conformance.assertions.memory_use import COUNTED, check_steady, held_by
 from drivetrain_conformance.assertions.refusals import refused
 from drivetrain_conformance.harness.case import case
 from drivetrain_conformance.harness.testbench import Bench, until_idle, until_running
@@ -52,9 +52,7 @@ async def requests_leave_nothing_behind(bench: Bench) -> None:
         return await held_by(bench.engine)
 
     await held_after_some()  # the first round fills caches
-    # A pool occasionally adds a thread. A leak adds one every round.
-    room = {"bytes of memory": ROUNDS * ROOM, "bytes of KV cache": 0}
-    room |= dict.fromkeys(("threads", "descriptors", "mappings of files", "tasks", "timers"), 1)
+    room = {"bytes of memory": ROUNDS * ROOM, "bytes of KV cache": 0, **COUNTED}
     await check_steady(held_after_some, room, f"{ROUNDS} rounds of requests")
 
 

@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -46,7 +47,14 @@ from drivetrain.types.weights import DiskSource, WeightUpdateRequest
 from drivetrain_conformance.assertions.event_loop_stalls import check_it_runs
 from drivetrain_conformance.assertions.full_disk import full_disk
 from drivetrain_conformance.assertions.leftovers import Holdings, check_nothing_left, temporary_folder
-from drivetrain_conformance.assertions.memory_use import held_by_this_process, parameter_bytes, processes_of
+from drivetrain_conformance.assertions.memory_use import (
+    COUNTED,
+    check_steady,
+    held_by,
+    held_by_this_process,
+    parameter_bytes,
+    processes_of,
+)
 from drivetrain_conformance.assertions.precision import check_dtype
 from drivetrain_conformance.assertions.refusals import raises, refused
 from drivetrain_conformance.assertions.same_answers import check_greedy, check_same
@@ -65,6 +73,9 @@ _TRIES: Final = 10
 """Times that requests are asked until enough was seen of them: on a busy machine they may end unseen."""
 _STEPS: Final = 4
 """Steps over which prompts must be seen to begin: more than it takes if they merely arrive one after another."""
+_SAVES: Final = 3
+_ROOM: Final = 256 * 1024
+"""Models saved between two measurements, and bytes by which memory may grow with each: allocator overhead."""
 _LASTING: Final = 60
 """Length of a request beside which others wait for their turn."""
 SHORT: Final = SamplingParams(max_new_tokens=4, temperature=0)
@@ -784,12 +795,34 @@ async def what_is_saved_is_what_is_served(bench: Bench) -> None:
     others = await bench.greedy(prompts)
     await engine.save_sharded_model(str(folder))
     await check_saved(engine, folder, bench.other_weights())
+    await _check_saving_leaves_nothing(bench)
     assert [c.token_ids for c in await bench.greedy(prompts)] == [c.token_ids for c in others]
     await engine.load_weights_from_disk(str(bench.model), own)
     check_same(bench, await bench.greedy(prompts), before)
     await engine.load_weights_from_disk(str(folder), "saved")
     check_same(bench, await bench.greedy(prompts), others, model=bench.other_weights())
     await engine.load_weights_from_disk(str(bench.model), own)
+
+
+async def _check_saving_leaves_nothing(bench: Bench) -> None:
+    """Check that nothing grows with saving, and with reading single tensors, if the engine can do that."""
+    engine = bench.engine
+    names = (
+        [spec.name for spec in (await engine.weight_manifest()).tensors]
+        if bench.claims(Capability.READ_WEIGHTS)
+        else []
+    )
+
+    async def held_after_some() -> dict[str, int]:
+        for _ in range(_SAVES):
+            with tempfile.TemporaryDirectory() as folder:
+                await engine.save_sharded_model(folder)
+        for name in names[:_SAVES]:
+            await engine.get_weights_by_name(name)
+        return await held_by(engine)
+
+    await held_after_some()  # the first ones fill caches
+    await check_steady(held_after_some, {"bytes of memory": _SAVES * _ROOM, **COUNTED}, f"{_SAVES} saved models")
 
 
 @case(Capability.SAVE_SHARDED)

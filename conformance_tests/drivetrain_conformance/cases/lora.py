@@ -34,7 +34,7 @@ from drivetrain.types.outputs import Completion
 from drivetrain.types.sampling import ActionMask, LogprobsMode, SamplingParams
 from drivetrain.types.weights import LoraSource, WeightUpdateRequest
 from drivetrain_conformance.assertions.event_loop_stalls import check_it_runs
-from drivetrain_conformance.assertions.memory_use import check_steady, descriptors_of, held_by, threads_of
+from drivetrain_conformance.assertions.memory_use import COUNTED, check_steady, descriptors_of, held_by, threads_of
 from drivetrain_conformance.assertions.refusals import refused
 from drivetrain_conformance.assertions.same_answers import check_greedy, check_same
 from drivetrain_conformance.assertions.saved_models import check_saved
@@ -596,7 +596,7 @@ async def a_name_may_come_back_as_another_adapter(bench: Bench) -> None:
         return await held_by(bench.engine)  # outside of the check: it collects garbage
 
     await held_after_some()  # the first ones fill caches
-    room = {"bytes of memory": 4 * ROOM, "threads": 1, "descriptors": 1, "mappings of files": 1}
+    room = {"bytes of memory": 4 * ROOM, **COUNTED}
     await check_steady(held_after_some, room, "four adapters that were loaded and unloaded")
 
 
@@ -669,7 +669,7 @@ async def no_larger_rank_than_the_limit(bench: Bench) -> None:
         return await held_by(bench.engine)
 
     await held_after_some()  # the first ones fill caches
-    room = {"bytes of memory": 4 * ROOM, "mappings of files": 1}
+    room = {"bytes of memory": 4 * ROOM, **COUNTED}
     await check_steady(held_after_some, room, "four adapters that were refused")
 
 
@@ -1000,7 +1000,7 @@ async def an_adapter_refused_as_tensors_leaves_the_old_one(bench: Bench) -> None
             return await held_by(engine)
 
         await held_after_some()  # the first ones fill caches
-        room = {"bytes of memory": 4 * ROOM, "threads": 1, "descriptors": 1, "mappings of files": 1}
+        room = {"bytes of memory": 4 * ROOM, **COUNTED}
         await check_steady(held_after_some, room, "two adapters that were refused as tensors")
 
 

@@ -19,7 +19,7 @@ from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain.types.outputs import Completion, FinishReason
 from drivetrain.types.sampling import LogprobsMode, SamplingParams
 from drivetrain_conformance.assertions.event_loop_stalls import check_it_runs
-from drivetrain_conformance.assertions.memory_use import check_steady, held_bytes, parameter_bytes
+from drivetrain_conformance.assertions.memory_use import COUNTED, check_steady, counted_of, held_bytes, parameter_bytes
 from drivetrain_conformance.assertions.refusals import refused
 from drivetrain_conformance.assertions.same_answers import check_prefix, check_same
 from drivetrain_conformance.assertions.weight_checks import check_made_by
@@ -937,10 +937,10 @@ async def _check_cycles(bench: Bench, cycle: Callable[[bool], Awaitable[int]]) -
     async def held_after_some() -> dict[str, int]:
         for _ in range(count - 1):
             await cycle(False)
-        return {"bytes of memory": await cycle(True)}
+        return {"bytes of memory": await cycle(True), **counted_of(bench.engine)}
 
     await held_after_some()  # caches fill until then
-    await check_steady(held_after_some, {"bytes of memory": count * ROOM}, f"{count} cycles of sleep")
+    await check_steady(held_after_some, {"bytes of memory": count * ROOM, **COUNTED}, f"{count} cycles of sleep")
 
 
 def _check_no_growth(held: Sequence[int], room: int) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 import regex
@@ -31,6 +34,9 @@ from drivetrain_conformance.references.oracle import HiddenStatesOracle, Logits,
 from drivetrain_conformance.references.reference_masks import check_mask
 from drivetrain_conformance.references.reference_sampling import Step, steps
 from drivetrain_conformance.references.reference_stops import Ending, expected_ending
+
+_CERTAIN: Final = -40.0
+"""Logarithm of a chance that never comes true."""
 
 
 @dataclass(slots=True)
@@ -85,6 +91,7 @@ async def check_honoured(
         _check_logprobs(params, completion)
         _check_extras(bench, params, completion)
         _check_against_oracle(bench, params, completion, model)
+    _check_seeds(bench, batch, completions, model)
     await _check_repeats(bench, batch, completions, repeats, lora)
 
 
@@ -301,6 +308,28 @@ def _check_against_oracle(
         least, most = step.bounds(mode, token)
         assert least - slack <= value <= most + slack, (
             f"token {at} ({token}) has logprob {value:.5f} in mode {mode.value}, not {least:.5f} to {most:.5f}"
+        )
+
+
+def _check_seeds(bench: Bench, batch: Batch, completions: Sequence[Completion], model: Path | None) -> None:
+    """Check that requests that differ in their seed alone drew other tokens, where that is as good as certain."""
+    for first, second in combinations(completions, 2):
+        one, other = batch.params[first.prompt_index], batch.params[second.prompt_index]
+        differs_in_seed = one.seed != other.seed and one == other.model_copy(update={"seed": one.seed})
+        differs_in_seed &= first.prompt_token_ids == second.prompt_token_ids
+        if not (
+            differs_in_seed and first.token_ids == second.token_ids and one.temperature and not one.structured_output
+        ):
+            continue
+        try:
+            rows = bench.output_logits(first, model)
+        except NoOracle:
+            continue
+        drawn = steps(first, rows, one, bench.tolerance(), _stop_ids(bench, one))
+        nats = sum(float(step.processed[token]) for step, token in zip(drawn, first.token_ids, strict=True))
+        assert nats > _CERTAIN, (
+            f"seeds {one.seed} and {other.seed} drew the same {len(first.token_ids)} tokens, which happens once in "
+            f"{math.exp(-max(nats, -700)):.1g} times"
         )
 
 

@@ -71,10 +71,14 @@ _CHARACTERS: Final = "aeiou nst ABC 0129 .,;:!?\n\t'\"<>{}[]()/\\|-_ éßñ Ωж
 """Characters of one to four bytes; some combine with the previous one, some are several code points."""
 
 
-def token_prompts(ids: Sequence[int]) -> SearchStrategy[TokenPrompt]:
-    """Draw prompts of these token ids; some are long, and repeat a few ids over and over."""
+def token_prompts(ids: Sequence[int], lengths: SearchStrategy[int] | None = None) -> SearchStrategy[TokenPrompt]:
+    """Draw prompts of these token ids, of up to 24 ids, or of these lengths; long ones repeat a few ids over and over.
+
+    Unless lengths are given, one prompt in eight is long.
+    """
     chosen = st.lists(st.sampled_from(ids), min_size=1, max_size=24).map(tuple)
-    lengths = sometimes(st.just(0), counts(24, LONGEST))
+    if lengths is None:
+        lengths = sometimes(st.just(0), counts(24, LONGEST))
     repeated = st.builds(lambda few, length: (few * max(length, 1))[: max(length, len(few))], chosen, lengths)
     return st.builds(TokenPrompt, token_ids=repeated)
 
@@ -153,7 +157,8 @@ def sampling_params(
     ids = st.sampled_from(vocabulary)
     fields: dict[str, Any] = {}
     # Most requests set few fields; some set most, so that all pairs of fields meet.
-    odds = draw(st.sampled_from(((False, False, False, True), (False, True, True))))
+    many = (False, True, True)
+    odds = many if lasting else draw(st.sampled_from(((False, False, False, True), many)))
 
     def always(field: str, values: SearchStrategy[Any], *needed: Capability) -> bool:
         """Set a field, if the engine claims the capabilities that it needs."""
@@ -281,19 +286,27 @@ def batches(
 ) -> SearchStrategy[Batch]:
     """Draw calls of several prompts of any kind, each with its own params; see :func:`sampling_params`.
 
-    With ``lasting``, requests make about as many tokens as this range says, and no stop ends them early.
+    With ``lasting``, requests make about as many tokens as this range says, and no stop ends them early. The last one
+    is the first again, with a seed of which one bit differs.
     """
     if lasting is not None:
         lasts = sampling_params(ids, capabilities, tokens=lasting, lasting=True)
-        short = st.lists(st.sampled_from(ids), min_size=1, max_size=24).map(
-            lambda one: TokenPrompt(token_ids=tuple(one))
+        begins = token_prompts(ids, counts(1, LONGEST * 2 - lasting[1]))
+        calls = st.lists(st.tuples(begins, lasts), min_size=3, max_size=5)
+        return st.builds(
+            lambda some, bit: _batch([*some, _with_another_seed(*some[0], bit)]), calls, st.integers(0, 62)
         )
-        return st.lists(st.tuples(short, lasts), min_size=3, max_size=5).map(_batch)
     params = sampling_params(ids, capabilities, stops=stops)
     pairs = st.lists(st.tuples(prompts(ids, chat=chat), params), min_size=1, max_size=4)
     crowds = st.lists(st.tuples(prompts(ids, chat=chat), params), min_size=2, max_size=2).map(lambda two: 12 * two)
     drawn = sometimes(pairs, crowds, 24)
     return drawn.map(_batch)
+
+
+def _with_another_seed(prompt: Prompt, params: SamplingParams, bit: int) -> tuple[Prompt, SamplingParams]:
+    fields = params.model_dump(include=params.model_fields_set)
+    seed = None if params.seed is None else params.seed ^ 1 << bit
+    return prompt, SamplingParams.model_validate({**fields, "seed": seed})
 
 
 def _batch(calls: Sequence[tuple[Prompt, SamplingParams]]) -> Batch:

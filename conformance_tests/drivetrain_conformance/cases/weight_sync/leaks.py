@@ -15,7 +15,7 @@ from drivetrain_conformance.assertions.leftovers import (
     check_nothing_left,
     temporary_folder,
 )
-from drivetrain_conformance.assertions.memory_use import check_steady, held_bytes, mappings_of
+from drivetrain_conformance.assertions.memory_use import COUNTED, check_steady, counted_of, held_bytes, mappings_of
 from drivetrain_conformance.assets.weight_sources import (
     tensors_of,
 )
@@ -67,14 +67,13 @@ async def _push_many(bench: Bench, strategies: Sequence[Strategy], device: str =
                     held, weights = Holdings.now(), (await engine.stats()).weight_bytes
                     some = cycles // 10
 
-                    async def memory_after_some(sync: WeightSync = sync, some: int = some) -> dict[str, int]:
+                    async def held_after_some(sync: WeightSync = sync, some: int = some) -> dict[str, int]:
                         for step in range(some):
                             await sync.push(version=f"step-{step}")
-                        return {"bytes of memory": _memory(engine)}
+                        return {"bytes of memory": _memory(engine), **counted_of(engine)}
 
-                    await check_steady(
-                        memory_after_some, {"bytes of memory": GROWTH * some}, f"{some} pushes", measurements=10
-                    )
+                    room = {"bytes of memory": GROWTH * some, **COUNTED}
+                    await check_steady(held_after_some, room, f"{some} pushes", measurements=10)
                     await check_nothing_left(held)
                     assert (await engine.stats()).weight_bytes == weights
                 mapped = mappings_of(engine, ARENA)

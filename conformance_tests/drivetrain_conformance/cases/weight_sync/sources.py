@@ -22,7 +22,7 @@ from drivetrain.types.capability import Capability
 from drivetrain.types.outputs import Completion
 from drivetrain.types.sampling import SamplingParams
 from drivetrain_conformance.assertions.event_loop_stalls import check_it_runs
-from drivetrain_conformance.assertions.memory_use import check_steady, held_by
+from drivetrain_conformance.assertions.memory_use import COUNTED, check_steady, held_by
 from drivetrain_conformance.assertions.refusals import refused
 from drivetrain_conformance.assertions.same_answers import check_same
 from drivetrain_conformance.assertions.weight_checks import (
@@ -211,7 +211,7 @@ async def _check_failures_leave_nothing(bench: Bench) -> None:
         return await held_by(engine)
 
     await held_after_some()  # the first ones fill caches
-    room = {"bytes of memory": rounds * 4 * _OF_A_REQUEST, "threads": 1, "descriptors": 1, "tasks": 1}
+    room = {"bytes of memory": rounds * 4 * _OF_A_REQUEST, **COUNTED}
     await check_steady(held_after_some, room, f"{rounds} calls that failed")
 
 
