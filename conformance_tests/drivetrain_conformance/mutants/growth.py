@@ -24,7 +24,7 @@ from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain.types.outputs import FinishReason, GenerationOutput
 from drivetrain.types.prompts import TextPrompt
 from drivetrain.types.sampling import JsonSchema
-from drivetrain.types.weights import PrepareUpdate, ReleaseSources, WeightMessage, WeightReply
+from drivetrain.types.weights import CommitUpdate, PrepareUpdate, ReleaseSources, WeightMessage, WeightReply
 from drivetrain_conformance.assets.weight_sources import tensors_of
 from drivetrain_conformance.mutants.registry import mutant
 from drivetrain_conformance.mutants.spoil import CorrectBackend, KnowingRequests, arguments_mutant
@@ -138,6 +138,49 @@ class leaves_a_timer_to_each_request(CorrectBackend):
         for timer in self._timers:
             timer.cancel()
         await super().close()
+
+
+@mutant("weight_sync/many_pushes_in_process_leave_nothing_behind", says="more timers")
+class leaves_a_timer_to_each_push(CorrectBackend):
+    """Each update leaves a timer in the trainer's event loop."""
+
+    async def receive_weights(self, message: WeightMessage) -> WeightReply:
+        if isinstance(message, CommitUpdate):
+            asyncio.get_running_loop().call_later(3600, int)
+        return await super().receive_weights(message)
+
+
+@mutant("lora/a_name_may_come_back_as_another_adapter", says="more threads")
+class leaves_a_thread_to_every_fourth_adapter(CorrectBackend):
+    """Every fourth adapter that is loaded leaves a thread behind."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._loads = 0
+
+    async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool) -> None:
+        self._loads += 1
+        if self._loads % 4 == 0:
+            threading.Thread(target=threading.Event().wait, daemon=True).start()
+        await super().load_lora_adapter(lora_name, lora_path, pinned)
+
+
+@mutant("lifecycle/what_is_saved_is_what_is_served", says="more threads")
+class leaves_a_thread_to_each_save(CorrectBackend):
+    """Each saved model leaves a thread behind."""
+
+    async def save_sharded(self, path: str) -> None:
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+        await super().save_sharded(path)
+
+
+@mutant("sleep/many_cycles_of_the_cache_hold_no_more_memory", says="more descriptors")
+class leaves_a_descriptor_to_each_sleep(CorrectBackend):
+    """Each sleep opens a file that is never closed."""
+
+    async def sleep(self, tags: frozenset[MemoryTag]) -> None:
+        os.open(os.devnull, os.O_RDONLY)
+        await super().sleep(tags)
 
 
 @mutant("lifecycle/two_in_a_row_leave_nothing", says="left behind: temporary files")
