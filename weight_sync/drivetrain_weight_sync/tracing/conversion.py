@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from drivetrain_weight_sync.copying.device_copies import DeviceCopies, DeviceCopy, Launched, captured, page_locked
 from drivetrain_weight_sync.tracing.quantised_parts import QuantisedParts
@@ -94,7 +94,7 @@ class Conversion:
 
     def _enqueue(self) -> None:
         self._found.zero_()
-        with _NumbersOnDevice():
+        with _numbers_on_device():
             for part, batch in self._filled.items():
                 with self._parts.anew(part, self._memory):
                     batch.enqueue()
@@ -103,20 +103,24 @@ class Conversion:
             self._result.copy_(self._sums, non_blocking=True)
 
 
-class _NumbersOnDevice(TorchFunctionMode):
-    """Makes tensors of single numbers where they are asked for, instead of copying them there and waiting."""
+@contextmanager
+def _numbers_on_device() -> Iterator[None]:
+    """Make tensors of single numbers where they are asked for, instead of copying them there and waiting.
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if (
-            func is torch.tensor
-            and kwargs.get("device") is not None
-            and type(args[0] if args else None) in (int, float)
-        ):
-            return torch.full((), *args, **kwargs)
-        return func(*args, **kwargs)
+    A mode of torch's functions would do it for this thread alone, but torch's compiler does not trace through one.
+    """
+    usual = torch.tensor
+
+    def tensor(data: Any, **kwargs: Any) -> torch.Tensor:
+        if kwargs.get("device") is not None and type(data) in (int, float):
+            return torch.full((), data, **kwargs)
+        return usual(data, **kwargs)
+
+    torch.tensor = tensor  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.tensor = usual
 
 
 def _waits_in(enqueue: Callable[[], object]) -> Sequence[str]:
