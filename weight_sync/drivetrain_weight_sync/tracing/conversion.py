@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from drivetrain_weight_sync.copying.device_copies import DeviceCopies, DeviceCopy, Launched, captured, page_locked
+from drivetrain_weight_sync.copying.waiting import wait_for
 from drivetrain_weight_sync.tracing.quantised_parts import QuantisedParts
 
 _log = logging.getLogger(__name__)
@@ -86,7 +87,7 @@ class Conversion:
             except Exception as error:
                 _log.warning("the engine's conversion of weights cannot be captured, so no graph is made: %s", error)
                 self._is_captured = False
-                torch.cuda.synchronize(self._memory.device)
+                wait_for(self._memory.device)
         if self._graph is None:
             self._enqueue()
         else:
