@@ -1,7 +1,7 @@
 """Pushes of a bfloat16 policy to engines of many architectures, compared with engines that were loaded afresh.
 
     python benchmarks/gpu/architectures.py {sglang,vllm} [--only llama deepseek_v3 …] [--beside 5] [--minutes 8]
-        [--json FILE] [--python PATH] [--device cpu] [--engine-kwargs JSON] [--blocks]
+        [--json FILE] [--python PATH] [--device cpu] [--engine-kwargs JSON] [--blocks] [--sleep]
 
 For each architecture two tiny models are made with random weights in bfloat16: a base and a changed one. One engine is
 started from each. The base's engine then takes the changed policy, a module of transformers, through shared memory,
@@ -19,6 +19,9 @@ quantises must answer as one that quantised the changed model as it loaded it.
 
 ``--blocks`` writes the models in fp8 with one scale for each 128 x 128 block, as SGLang wants them; the policy that is
 pushed is in bfloat16, and the engine quantises it in the update.
+
+With ``--sleep``, the base's engine then takes the base's weights over a connection that was used before it slept, and
+the changed ones over a new one, its weights alone awake both times.
 
 ``--python`` names the interpreter of an environment that holds the engine. On a CPU only shared memory is used, and
 SGLang's attention in plain torch does not run MLA.
@@ -47,7 +50,16 @@ from engine_fields import sglang_fields, vllm_fields
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from drivetrain import ChatPrompt, ImageInput, InferenceEngine, Message, SamplingParams, TokenPrompt, create_engine
+from drivetrain import (
+    ChatPrompt,
+    ImageInput,
+    InferenceEngine,
+    MemoryTag,
+    Message,
+    SamplingParams,
+    TokenPrompt,
+    create_engine,
+)
 from drivetrain.errors import InvalidWeights, UnsupportedCapability, WeightPlanMismatch, WeightSyncError
 from drivetrain.testing import byte_tokenizer, tiny_model
 from drivetrain_weight_sync import WeightSync
@@ -352,7 +364,7 @@ def engine_of(args: argparse.Namespace, architecture: str, folder: Path) -> Infe
         "model": str(folder),
         "dtype": "bfloat16",
         "device": args.device,
-        "enable_sleep": False,
+        "enable_sleep": args.sleep,
         "context_length": 512,
         "timeouts": {"start": 60.0 * args.minutes},
         **own,
@@ -436,22 +448,29 @@ async def push(
     wanted: Answers,
     *,
     times: int = 1,
+    sleep_before_last: bool = False,
 ) -> Any:
     """Push a module's weights and compare what the engine says then.
 
     With ``times``, which is odd, they are pushed so often, every second time with other signs: from the second time on,
-    an engine on a GPU replays its copies.
+    an engine on a GPU replays its copies. With ``sleep_before_last``, the engine sleeps before the last push, which its
+    weights alone are awake for.
     """
     source = module.to(args.device) if strategy == "cuda_ipc" else module
     async with WeightSync.connect(source, engine, strategy=strategy) as sync:
         try:
-            result = await sync.push(version=strategy)
-            for _ in range(1, times):
-                _negate(source)
+            for number in range(times):
+                if number:
+                    _negate(source)
+                if sleep_before_last and number == times - 1:
+                    await engine.sleep()
+                    await engine.wake_up([MemoryTag.WEIGHTS])
                 result = await sync.push(version=strategy)
         except REFUSALS as error:
             kind = "failed" if engine.state.value == "dirty" else "refused"
             return {"verdict": kind, "reason": said(error)}
+        if sleep_before_last:
+            await engine.wake_up()
         found = compared(await answers(engine, architecture), wanted)
         return {**found, "tensors": result.tensors}
 
@@ -491,6 +510,13 @@ async def sweep(args: argparse.Namespace, report: Report, architecture: str, pol
                 say(step, **await push(args, first, architecture, policy.base_module, step, before))
                 step = "cuda_ipc again"
                 say(step, **await push(args, first, architecture, policy.module, "cuda_ipc", wanted, times=5))
+            strategy = "cuda_ipc" if args.device == "cuda" else "shared_memory"
+            for step, module, expected, times in [
+                ("asleep, old connection", policy.base_module, before, 5),
+                ("asleep, new connection", policy.module, wanted, 1),
+            ] * args.sleep:
+                how = {"times": times, "sleep_before_last": True}
+                say(step, **await push(args, first, architecture, module, strategy, expected, **how))
     except asyncio.CancelledError:
         say(step, verdict="failed", reason=f"not over after {args.minutes:g} minutes")
         raise
@@ -537,6 +563,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--engine-kwargs", type=json.loads, default={}, metavar="JSON", help="more of the engine's own")
     parser.add_argument("--blocks", action="store_true", help="engines of checkpoints in fp8 blocks")
+    parser.add_argument("--sleep", action="store_true", help="also pushes to an engine that has slept")
     args = parser.parse_args()
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)

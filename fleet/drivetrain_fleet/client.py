@@ -134,6 +134,11 @@ class InferenceEngineClient(InferenceEngine):
         """Names of the workers of all engines that a broadcast of weights reaches, by rank."""
         return self._fleet.broadcasts.ranks
 
+    @property
+    def gpus(self) -> tuple[str, ...]:
+        """UUIDs of the GPUs that hold the weights of the engines that are in the fleet now."""
+        return tuple(dict.fromkeys(gpu for member in self._fleet.members for gpu in member.engine.gpus))
+
     @checked
     async def add(self, engine: InferenceEngine, name: str | None = None) -> str:
         """Let an engine join; return its name.

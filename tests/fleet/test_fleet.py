@@ -521,6 +521,20 @@ async def test_an_engine_that_leaves_ends_what_it_has(model: Path) -> None:
         assert fleet.health() == ["ready", "ready"]
 
 
+async def test_gpus_are_those_of_the_engines_that_are_in_the_fleet(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(InferenceEngine, "gpus", property(lambda engine: (f"GPU-{id(engine)}",)))
+    async with fleet_of(2, model) as fleet:
+        both = fleet.gpus
+        engine = await fleet.remove("engine-0")
+        assert fleet.gpus == tuple(gpu for gpu in both if gpu not in engine.gpus)
+        assert len(both) == 2
+        assert len(fleet.gpus) == 1
+        await fleet.add(engine)
+        assert set(fleet.gpus) == set(both)
+
+
 async def test_an_engine_that_drains_too_long_stays_draining(model: Path) -> None:
     async with fleet_of(2, model) as fleet:
         task = asyncio.create_task(fleet.generate([[1], [2]], LONG))

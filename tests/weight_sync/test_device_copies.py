@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from asyncio import CancelledError
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from drivetrain_weight_sync.copying.device_copies import DeviceCopy, Pace, Window, fits, window_of
+from drivetrain_weight_sync.copying.waiting import WAITING, wait_for
 
 
 def test_only_whole_contiguous_words_fit() -> None:
@@ -69,6 +71,18 @@ def test_a_pace_rests_between_parts_and_can_be_ended(monkeypatch: pytest.MonkeyP
     with pytest.raises(CancelledError):
         Pace(0.5, enough).run(4, done.append)
     assert done == [0, 1]
+
+
+def test_no_thread_waits_for_a_gpu_while_another_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    thread = threading.Thread(target=wait_for, args=[torch.device("cuda", 0)])
+    with WAITING:  # as a capture holds it
+        thread.start()
+        thread.join(0.05)
+        assert not waited
+    thread.join()
+    assert waited == [torch.device("cuda", 0)]
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from drivetrain_weight_sync.transports.device_memory import WAITING
+from drivetrain_weight_sync.copying.waiting import WAITING
 
 logger: Final = logging.getLogger("drivetrain.transformers")
 
@@ -147,7 +147,7 @@ def captured(compute: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
     """Capture a computation as a CUDA graph.
 
     Other threads may use the GPU meanwhile, but may wait for all of it (``torch.cuda.synchronize``) only with
-    :data:`~drivetrain_weight_sync.transports.device_memory.WAITING`: CUDA refuses it during a capture.
+    :data:`~drivetrain_weight_sync.copying.waiting.WAITING`: CUDA refuses it during a capture.
     """
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from drivetrain_weight_sync.copying.digest import COLUMNS, finished, weights_on
+from drivetrain_weight_sync.copying.waiting import WAITING, wait_for
 
 ROWS: Final = 16
 """Rows of 1024 words of 64 bits in one item of the kernel's table: 128 KiB."""
@@ -281,7 +282,7 @@ class DeviceCopies:
             kind, table = parts[part]
             self._run(table, kind)
             if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
+                wait_for(self.device)
 
         self._found.zero_()
         pace.run(len(parts), copy)
@@ -321,7 +322,7 @@ def captured(device: torch.device, enqueue: Callable[[], object]) -> torch.cuda.
     # torch.cuda.graph() would first collect garbage and free memory, which takes longer than many updates.
     graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(side):
+    with WAITING, torch.cuda.stream(side):
         graph.capture_begin(capture_error_mode="thread_local")
         try:
             enqueue()
@@ -391,7 +392,7 @@ class Looks:
         """Repeat the copies of the last call."""
         for device in self._batches:
             if device.type == "cuda":
-                torch.cuda.synchronize(device)  # another stream may still be writing the tensors
+                wait_for(device)  # another stream may still be writing the tensors
         launched = [batch.launch(pace) for _, batch in self._batches.values()]
         values: dict[str, int] = {}
         strange: list[str] = []

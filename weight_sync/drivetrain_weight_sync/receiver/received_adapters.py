@@ -12,6 +12,7 @@ from drivetrain.types.weights import WeightManifest, WeightPlan, WeightUpdateReq
 from drivetrain_weight_sync.copying.device_copies import DeviceCopy, Looks, can_look, fits, reaches
 from drivetrain_weight_sync.copying.digest import digests
 from drivetrain_weight_sync.copying.plan import bucket_offsets, check_geometry, plan_nbytes
+from drivetrain_weight_sync.copying.waiting import wait_for
 from drivetrain_weight_sync.receiver.lora_adapters import GivenAdapter
 from drivetrain_weight_sync.tensors.checkpoint_names import listed
 from drivetrain_weight_sync.tensors.finite import non_finite
@@ -96,7 +97,7 @@ class ReceivedAdapter:
     def settle(self) -> None:
         """Wait for copies to a GPU."""
         if self._memory is not None and self._memory.is_cuda:
-            torch.cuda.synchronize(self._memory.device)
+            wait_for(self._memory.device)
 
 
 def _memory(nbytes: int, device: torch.device) -> torch.Tensor:

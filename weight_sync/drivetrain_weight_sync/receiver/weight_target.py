@@ -10,6 +10,7 @@ from torch import nn
 
 from drivetrain.errors import EngineStateError, WeightTransferFailed
 from drivetrain.types.weights import WeightManifest
+from drivetrain_weight_sync.copying.waiting import wait_for
 from drivetrain_weight_sync.tensors.checkpoint_names import base_name
 from drivetrain_weight_sync.tensors.dtypes import spec_of
 from drivetrain_weight_sync.tensors.stacked_experts import by_checkpoint_name
@@ -160,7 +161,7 @@ class ModuleTarget:
     def finish(self) -> None:
         """Wait until copies to a GPU have been made."""
         for device in {tensor.device for tensor in self._tensors.values() if tensor.is_cuda}:
-            torch.cuda.synchronize(device)
+            wait_for(device)
 
     def cancel(self) -> None:
         """Do nothing: there is nothing to undo."""

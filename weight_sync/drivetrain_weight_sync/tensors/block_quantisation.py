@@ -28,6 +28,8 @@ def quantise_blocks(weight: torch.Tensor, block: Sequence[int] = (128, 128)) -> 
     """
     rows, columns = weight.shape[-2:]
     high, wide = -(-rows // block[0]), -(-columns // block[1])
+    # By a number, torch divides on a GPU as a product with its reciprocal, which differs in the last bit.
+    largest = torch.full((), _LARGEST, device=weight.device)
     quantised = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
     scales = torch.empty(*weight.shape[:-2], high, wide, dtype=torch.float32, device=weight.device)
     matrices = weight.reshape(-1, rows, columns)
@@ -40,7 +42,7 @@ def quantise_blocks(weight: torch.Tensor, block: Sequence[int] = (128, 128)) -> 
     ):
         padded = nn.functional.pad(some.float(), (0, wide * block[1] - columns, 0, high * block[0] - rows))
         blocks = padded.view(-1, high, block[0], wide, block[1])
-        found = blocks.abs().amax((2, 4), keepdim=True).clamp_min(_LEAST) / _LARGEST
+        found = blocks.abs().amax((2, 4), keepdim=True).clamp_min(_LEAST) / largest
         into.copy_((blocks * (1.0 / found)).view(padded.shape)[:, :rows, :columns])
         scale.copy_(found[:, :, 0, :, 0])
     return quantised, scales

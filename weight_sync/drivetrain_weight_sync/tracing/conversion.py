@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from drivetrain_weight_sync.copying.device_copies import DeviceCopies, DeviceCopy, Launched, captured, page_locked
+from drivetrain_weight_sync.copying.waiting import wait_for
 from drivetrain_weight_sync.tracing.quantised_parts import QuantisedParts
 
 _log = logging.getLogger(__name__)
@@ -86,7 +87,7 @@ class Conversion:
             except Exception as error:
                 _log.warning("the engine's conversion of weights cannot be captured, so no graph is made: %s", error)
                 self._is_captured = False
-                torch.cuda.synchronize(self._memory.device)
+                wait_for(self._memory.device)
         if self._graph is None:
             self._enqueue()
         else:
@@ -94,7 +95,7 @@ class Conversion:
 
     def _enqueue(self) -> None:
         self._found.zero_()
-        with _NumbersOnDevice():
+        with _numbers_on_device():
             for part, batch in self._filled.items():
                 with self._parts.anew(part, self._memory):
                     batch.enqueue()
@@ -103,20 +104,24 @@ class Conversion:
             self._result.copy_(self._sums, non_blocking=True)
 
 
-class _NumbersOnDevice(TorchFunctionMode):
-    """Makes tensors of single numbers where they are asked for, instead of copying them there and waiting."""
+@contextmanager
+def _numbers_on_device() -> Iterator[None]:
+    """Make tensors of single numbers where they are asked for, instead of copying them there and waiting.
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if (
-            func is torch.tensor
-            and kwargs.get("device") is not None
-            and type(args[0] if args else None) in (int, float)
-        ):
-            return torch.full((), *args, **kwargs)
-        return func(*args, **kwargs)
+    A mode of torch's functions would do it for this thread alone, but torch's compiler does not trace through one.
+    """
+    usual = torch.tensor
+
+    def tensor(data: Any, **kwargs: Any) -> torch.Tensor:
+        if kwargs.get("device") is not None and type(data) in (int, float):
+            return torch.full((), data, **kwargs)
+        return usual(data, **kwargs)
+
+    torch.tensor = tensor  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.tensor = usual
 
 
 def _waits_in(enqueue: Callable[[], object]) -> Sequence[str]:

@@ -19,6 +19,7 @@ from torch import nn
 from drivetrain.errors import EngineStateError, WeightSyncError, WeightTransferFailed
 from drivetrain.types.weights import TensorSpec, WeightManifest
 from drivetrain_weight_sync.copying.device_copies import DeviceCopies, DeviceCopy, Launched, fits, window_of
+from drivetrain_weight_sync.copying.waiting import wait_for
 from drivetrain_weight_sync.tensors.checkpoint_names import listed
 from drivetrain_weight_sync.tensors.dtypes import dtype_name, dtype_of
 from drivetrain_weight_sync.tensors.storages import storage_of
@@ -327,7 +328,7 @@ class TracedTarget:
 
     def _synchronize(self) -> None:
         for device in self._devices:
-            torch.cuda.synchronize(device)
+            wait_for(device)
 
     @cached_property
     def _devices(self) -> set[torch.device]:

@@ -12,6 +12,7 @@ import torch
 from drivetrain.errors import InvalidRequest, WeightSyncError
 from drivetrain.types.weights import CudaIpcSource, WeightManifest, WeightPlan, WeightUpdateRequest
 from drivetrain_weight_sync.copying.plan import bucket_offsets, plan_nbytes
+from drivetrain_weight_sync.copying.waiting import wait_for
 from drivetrain_weight_sync.tensors.checkpoint_names import listed
 from drivetrain_weight_sync.tensors.derived_tensor import DerivedTensor
 from drivetrain_weight_sync.tensors.dtypes import dtype_of
@@ -72,7 +73,7 @@ class CudaIpcSender(Sender):
         arena, plan = self._arena, self._plan
         assert arena is not None
         assert plan is not None
-        torch.cuda.synchronize(arena.device)
+        wait_for(arena.device)
         if self._source is None:
             offsets = [
                 offset + placed.offset

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -12,15 +11,13 @@ from typing import Any, Final
 import torch
 
 from drivetrain.errors import InvalidRequest, WeightSyncError
+from drivetrain_weight_sync.copying.waiting import WAITING
 
 HANDLE_BYTES = 64
 """Size of a CUDA IPC memory handle."""
 _PAGE: Final = 2 << 20
 """A GPU's page size. Memory allocated in whole pages is read at full speed through a mapping; otherwise an eighth
 slower (benchmarks/results/2026-11-23-h200-mapped-arenas.txt)."""
-
-WAITING: Final = threading.Lock()
-"""Held to wait for a whole GPU, and to capture a CUDA graph: during the one, CUDA refuses the other in every thread."""
 
 
 def is_available() -> bool:

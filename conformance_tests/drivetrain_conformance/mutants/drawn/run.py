@@ -80,7 +80,8 @@ def run_drawn_mutants(backend: str, cases: Sequence[Case], *, count: int, seed: 
                 results.append(result := tried.result())
                 advance(result.name)
                 style = "" if result.caught_by else "red"
-                out.print(Text(f"{result.verdict:12} {result.name} [{result.caught_by}]"), style=style, soft_wrap=True)
+                by = result.caught_by or f"reached by {len(result.cases)}"
+                out.print(Text(f"{result.verdict:12} {result.name} [{by}]"), style=style, soft_wrap=True)
     counts = Counter(result.verdict for result in results)
     out.print(
         f"{counts['caught']} of {len(results)} caught, {counts['MISSED']} missed, {counts['not reached']} not reached"
@@ -110,7 +111,10 @@ def _cases(ids: Sequence[str]) -> list[Case]:
 def reached(
     backend: str, pool: Sequence[Drawn], cases: Sequence[Case], seed: int = 0
 ) -> Iterator[tuple[Case, float, list[str]]]:
-    """Run cases on the correct backend; yield each that passes, its seconds, and the mutants that show in it."""
+    """Run cases on the correct backend; yield each that passes, its seconds, and the mutants that show in it.
+
+    A case that fails there judges no mutant, and is told of.
+    """
     probe = Probe(pool)
     with _runner(backend, lambda correct: probed_backend(correct, probe), seed) as runner:
         for case in cases:
@@ -119,6 +123,9 @@ def reached(
             if result.verdict is Verdict.PASSED:
                 unseen = {one.name for one in probe.unseen}
                 yield case, result.seconds, [one.name for one in pool if one.name not in unseen]
+            elif result.verdict is Verdict.FAILED:
+                message = f"not counted: {case.id} fails on the correct backend: {result.judgement.message}"
+                out.print(Text(message), soft_wrap=True)
 
 
 def try_drawn(backend: str, mutant: Drawn, cases: Sequence[Case], seed: int = 0) -> DrawnResult:
