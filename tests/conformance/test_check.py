@@ -59,6 +59,13 @@ def test_the_rounding_of_a_16_bit_engine_is_that_of_transformers(model: Path, dt
     assert re.search(r"errors (0\.9\d|1\.0\d) times plain ones", report.row("rounding").seen)
 
 
+def test_a_model_that_rounding_alone_moves_too_far_is_refused(tmp_path: Path) -> None:
+    steep = tiny_model("qwen2", directory=tmp_path / "steep", num_hidden_layers=6, initializer_range=0.4)
+    with pytest.raises(InvalidConfig, match=r"rounding to bfloat16 alone .* check it with dtype=float32"):
+        check("transformers", steep, dtype="bfloat16")
+    assert check("transformers", steep).ok
+
+
 def test_a_fault_within_the_tolerance_of_bfloat16_is_more_than_rounding(model: Path) -> None:
     report = check("slightly-wrong-activation", model, dtype="bfloat16")
     assert failed(report) == ["rounding", "where it differs"]

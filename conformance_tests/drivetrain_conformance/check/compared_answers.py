@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
+
 from drivetrain.engine.engine import InferenceEngine
+from drivetrain.errors import InvalidConfig
 from drivetrain.types.capability import Capability
 from drivetrain.types.outputs import Completion
 from drivetrain.types.sampling import LogprobsMode, SamplingParams
 from drivetrain_conformance.check.comparison import Comparison, compare
 from drivetrain_conformance.check.prompt_set import NEW_TOKENS, Prompts
 from drivetrain_conformance.check.reference import Reference
-from drivetrain_conformance.references.tolerances import tolerance_of
+from drivetrain_conformance.references.tolerances import rounding_explains, tolerance_of
 
 _MODES: Final = (
     (Capability.LOGPROBS_RAW, LogprobsMode.RAW),
@@ -41,6 +45,27 @@ class Answers:
     def is_narrow(self) -> bool:
         """True for a 16-bit engine, whose tolerance would hide small faults."""
         return self.engine.model_info.dtype in ("bfloat16", "float16")
+
+    async def require_checkable(self) -> None:
+        """Require that rounding to the engine's dtype alone stays within the tolerance.
+
+        Raises:
+            InvalidConfig: it does not.
+        """
+        if not self.is_narrow:
+            return
+        dtype, score = self.engine.model_info.dtype, self.reference.score
+        off = [
+            abs((await asyncio.to_thread(score, ids, dtype)).own - (await asyncio.to_thread(score, ids)).own)
+            for ids in self.prompts.short
+        ]
+        if not rounding_explains(errors := np.concatenate(off), self.tolerance):
+            raise InvalidConfig(
+                f"rounding to {dtype} alone moves this model's logprobs by up to {errors.max():.2g} nats, beyond the "
+                f"tolerance of {self.tolerance:g}, so that nothing can be told of the "
+                "engine; check it with dtype=float32",
+                field="dtype",
+            )
 
     @property
     def lacking(self) -> tuple[Capability, ...]:

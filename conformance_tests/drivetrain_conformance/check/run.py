@@ -87,7 +87,8 @@ async def check_engine(
     Raises:
         MissingDependency: torch or transformers is not installed in this process's environment.
         BackendError: no plugin provides the backend, or its engine is not installed.
-        InvalidConfig: a field is wrong, transformers cannot load the model, or the model does not generate.
+        InvalidConfig: a field is wrong, transformers cannot load the model, the model does not generate, or rounding
+            to its dtype alone moves its logprobs beyond the tolerance.
         UnsupportedCapability: a field needs a capability that the engine does not have here.
     """
     require_transformers()
@@ -166,6 +167,7 @@ class _Check:
             self.engine, await self._loaded_reference(reference_device), make_prompts(self.engine, long_prompt)
         )
         answers = self.answers
+        await answers.require_checkable()
         await self._measured("greedy", self._greedy)
         await self._measured("sampled", answers.sampled, answers.lacking)
         await self._measured("long prompt", answers.long)
