@@ -1,19 +1,20 @@
 """Measure what `drivetrain serve` adds to the engine that it serves, and what its gateway adds.
 
-    python benchmarks/serving.py [--only routes throughput stream gateway flat] [--json]
+    python benchmarks/serving.py [--only routes throughput stream gateway flat] [--processes 1 2] [--json]
 
 The engine is simulated: each request takes a stated time for each of its tokens and no CPU time, and any number run at
-once. The server runs alone in a process; the client, in this one, speaks HTTP/1.1 over one connection for each client.
-Both share the machine's cores.
+once. The server runs alone, in one process or with the front-ends of ``--processes``; the client, in this one, speaks
+HTTP/1.1 over one connection for each client. All share the machine's cores.
 
-- routes: milliseconds of the server's CPU time for a request of 1,000 ids that gets 256 tokens with logprobs at once,
-  by route, beside the same by the Python page. This is what one core can serve at most.
+- routes: milliseconds of the CPU time of the engine's process, and of the whole server if it has others, for a request
+  of 1,000 ids that gets 256 tokens with logprobs at once, by route, beside the same by the Python page. This is what
+  one core can serve at most.
 - throughput: tokens per second through HTTP, divided by those of the same requests by the Python page, in turn, best of
   three rounds: 64 and 512 clients, 256 tokens each, 20 ms a token.
 - stream: tokens per second of streams, divided by those of whole answers: 64 clients.
 - gateway: milliseconds that a turn of a session takes beyond the engine's own time, with conversations of 100,000 ids:
-  sessions at once, each taking two more turns after its first. The first turn tokenises the whole conversation. Beside
-  it the time to read and write one request's text as JSON.
+  sessions at once (``--sessions``), each taking two more turns after its first. The first turn tokenises the whole
+  conversation. Beside it the time to read and write one request's text as JSON.
 - flat: the server's memory, threads and descriptors after 5,000, 10,000 and 15,000 requests, and each time 2,000 more
   streams whose clients went away.
 """
@@ -29,9 +30,10 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import psutil
@@ -47,6 +49,7 @@ TOKENS = 256
 MS_PER_TOKEN = 20.0
 CONVERSATION = 100_000
 ROUNDS = 3
+SESSIONS = (100, 300, 1000)
 
 
 # The engine and the server ----------------------------------------------------------------------------------------
@@ -96,13 +99,14 @@ class TimedBackend(SimulatedBackend):
             self.running -= 1
 
 
-async def serve(seconds: float) -> None:
+async def serve(seconds: float, processes: int) -> None:
     """Serve until standard input ends; each line of it asks for as many requests by the Python page, and their time."""
     gc.collect()
     gc.freeze()
     async with simulated_engine(TimedBackend, tiny_model(), seconds) as engine:
         sessions = SessionConfig(most_sessions=20_000, memory_bytes=8 << 30)
-        async with Server(engine, ServerConfig(port=0, served_model_name=("m",), sessions=sessions)) as server:
+        config = ServerConfig(port=0, processes=processes, served_model_name=("m",), sessions=sessions)
+        async with Server(engine, config) as server:
             print(server.url.rpartition(":")[2], flush=True)
             params = SamplingParams(max_new_tokens=TOKENS, ignore_eos=True, logprobs=0)
             while line := await asyncio.to_thread(sys.stdin.readline):
@@ -133,13 +137,25 @@ class Served:
         return float(self.pipes.stdout.readline())
 
     def cpu(self) -> float:
-        times = self.process.cpu_times()
-        return float(times.user + times.system)
+        """Return the seconds of CPU time of the engine's process."""
+        return cpu_of(self.process)
+
+    def cpu_of_all(self) -> float:
+        """Return the seconds of CPU time of all processes."""
+        return sum(cpu_of(process) for process in self.all())
+
+    def all(self) -> list[psutil.Process]:
+        return [self.process, *self.process.children()]
+
+
+def cpu_of(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
 
 
 @contextmanager
-def served(seconds: float) -> Iterator[Served]:
-    command = [sys.executable, __file__, "--serve", str(seconds)]
+def served(seconds: float, processes: int) -> Iterator[Served]:
+    command = [sys.executable, __file__, "--serve", str(seconds), "--processes", str(processes)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as pipes:
         assert pipes.stdin is not None
         assert pipes.stdout is not None
@@ -241,24 +257,33 @@ ROUTES: dict[str, Callable[[int], object]] = {
 # Measurements -----------------------------------------------------------------------------------------------------
 
 
-async def routes() -> dict[str, float]:
-    found: dict[str, list[float]] = {name: [] for name in (*ROUTES, "Python page")}
-    with served(0.0) as server:
+async def routes(processes: int) -> dict[str, float]:
+    cases = {
+        **{name: (name, body, 25) for name, body in ROUTES.items()},
+        "streams": ("/v1/completions", streamed_completion, 3),
+    }
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in (*cases, "Python page")}
+    with served(0.0, processes) as server:
         for number in range(ROUNDS + 1):
             for name in found:
-                used = server.cpu()
-                if name in ROUTES:
-                    await by_http(server.port, 8, 25, name, ROUTES[name])
+                path, body, each = cases.get(name, ("", completion, 25))
+                before = server.cpu(), server.cpu_of_all()
+                if path:
+                    await by_http(server.port, 8, each, path, body)
                 else:
-                    await asyncio.to_thread(server.by_page, 8, 25)
+                    await asyncio.to_thread(server.by_page, 8, each)
                 if number:
-                    found[name].append(1000 * (server.cpu() - used) / 200)
-    return {f"{name}: ms of CPU a request": min(times) for name, times in found.items()}
+                    used = server.cpu() - before[0], server.cpu_of_all() - before[1]
+                    found[name].append((used[0] * 1000 / 8 / each, used[1] * 1000 / 8 / each))
+    figures = {f"{name}: ms of CPU a request": min(owner for owner, _ in times) for name, times in found.items()}
+    if processes > 1:
+        figures |= {f"{name}: the same of all processes": min(every for _, every in found[name]) for name in cases}
+    return figures
 
 
-async def throughput() -> dict[str, float]:
+async def throughput(processes: int) -> dict[str, float]:
     found: dict[str, float] = {}
-    with served(MS_PER_TOKEN / 1000) as server:
+    with served(MS_PER_TOKEN / 1000, processes) as server:
         for clients in (64, 512):
             page, http = [], []
             for _ in range(ROUNDS):
@@ -268,9 +293,9 @@ async def throughput() -> dict[str, float]:
     return found
 
 
-async def stream() -> dict[str, float]:
+async def stream(processes: int) -> dict[str, float]:
     whole, streamed = [], []
-    with served(MS_PER_TOKEN / 1000) as server:
+    with served(MS_PER_TOKEN / 1000, processes) as server:
         for _ in range(ROUNDS):
             whole.append(await by_http(server.port, 64, 1, "/v1/completions", completion))
             streamed.append(
@@ -281,7 +306,7 @@ async def stream() -> dict[str, float]:
     return {"64 clients: streams, of whole answers": min(whole) / min(streamed)}
 
 
-async def gateway(counts: tuple[int, ...] = (100, 300, 1000)) -> dict[str, float]:
+async def gateway(processes: int, counts: Sequence[int] = SESSIONS) -> dict[str, float]:
     """Let sessions take turns, spread over the time that a turn takes."""
     found: dict[str, float] = {}
     text = "".join(random.Random(0).choices("abcdefghij ", k=CONVERSATION))
@@ -310,23 +335,25 @@ async def gateway(counts: tuple[int, ...] = (100, 300, 1000)) -> dict[str, float
                 messages.append({"role": "user", "content": f"turn {turn}"})
             connection.close()
 
-        with served(MS_PER_TOKEN / 1000) as server:
+        with served(MS_PER_TOKEN / 1000, processes) as server:
             await asyncio.gather(*(session(number, server.port) for number in range(count)))
-            found[f"{count} sessions: memory of the server, GB"] = server.process.memory_info().rss / 1e9
+            found[f"{count} sessions: memory of the server, GB"] = (
+                sum(one.memory_info().rss for one in server.all()) / 1e9
+            )
         found[f"{count} sessions: first turn beyond the engine, p50 ms"] = 1000 * statistics.median(first)
         found[f"{count} sessions: later turns, p50 ms"] = 1000 * statistics.median(later)
         found[f"{count} sessions: later turns, p99 ms"] = 1000 * statistics.quantiles(later, n=100)[98]
     return found
 
 
-async def flat() -> dict[str, float]:
+async def flat(processes: int) -> dict[str, float]:
     found: dict[str, float] = {}
-    with served(0.0001) as server:
+    with served(0.0001, processes) as server:
 
         def record(when: str) -> None:
-            found[f"{when}: MB"] = server.process.memory_full_info().uss / 1e6
-            found[f"{when}: threads"] = server.process.num_threads()
-            found[f"{when}: descriptors"] = server.process.num_fds()
+            found[f"{when}: MB"] = sum(one.memory_full_info().uss for one in server.all()) / 1e6
+            found[f"{when}: threads"] = sum(one.num_threads() for one in server.all())
+            found[f"{when}: descriptors"] = sum(one.num_fds() for one in server.all())
 
         async def gone(index: int) -> None:
             reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
@@ -344,7 +371,7 @@ async def flat() -> dict[str, float]:
     return found
 
 
-MEASURES: dict[str, Callable[[], Awaitable[dict[str, float]]]] = {
+MEASURES: dict[str, Callable[[int], Awaitable[dict[str, float]]]] = {
     "routes": routes,
     "throughput": throughput,
     "stream": stream,
@@ -356,13 +383,22 @@ MEASURES: dict[str, Callable[[], Awaitable[dict[str, float]]]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=MEASURES, default=list(MEASURES))
+    parser.add_argument(
+        "--processes", type=int, nargs="+", default=[1], help="front-ends, or 1; each is measured in turn"
+    )
+    parser.add_argument("--sessions", type=int, nargs="+", default=SESSIONS, help="sessions at once")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--serve", type=float, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.serve is not None:
-        asyncio.run(serve(given.serve))
+        asyncio.run(serve(given.serve, *given.processes))
         return
-    found: dict[str, Any] = {name: asyncio.run(MEASURES[name]()) for name in given.only}  # type: ignore[arg-type]
+    MEASURES["gateway"] = partial(gateway, counts=given.sessions)
+    found: dict[str, Any] = {}
+    for name in given.only:
+        for processes in given.processes:
+            title = name if given.processes == [1] else f"{name}, processes={processes}"
+            found[title] = asyncio.run(MEASURES[name](processes))  # type: ignore[arg-type]
     if given.json:
         print(json.dumps(found, indent=1))
         return

@@ -59,8 +59,12 @@ def create_app(engine: InferenceEngine, config: ServerConfig | None = None) -> S
     Await ``app.state.weight_groups.close()`` when the application is no longer served: it ends the processes that
     receive weights.
     """
-    config = config or ServerConfig()
-    served = ServedEngine(engine, config)
+    return application(ServedEngine(engine, config or ServerConfig()))
+
+
+def application(served: ServedEngine) -> Starlette:
+    """Return the application of :func:`create_app`."""
+    engine, config = served.engine, served.config
     sglang = config.dialect == "sglang"
     weight_groups = WeightGroups(engine, cast=config.cast_weights)
     transfer = WeightTransferRoutes(engine, weight_groups, config)
@@ -167,6 +171,8 @@ def create_app(engine: InferenceEngine, config: ServerConfig | None = None) -> S
             ClientDisconnect: _gone,
         },
     )
+    app.state.served = served
+    app.state.counts = counts
     app.state.sessions = sessions
     app.state.weight_groups = weight_groups
     return app

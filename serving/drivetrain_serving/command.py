@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import sys
 from pathlib import Path
 from typing import Annotated, Final, Literal
@@ -25,7 +24,7 @@ from drivetrain.create import create_engine
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.errors import InvalidConfig
 from drivetrain_serving.config import ServerConfig, SessionConfig
-from drivetrain_serving.http_layer.request_records import LOGGER
+from drivetrain_serving.http_layer.request_records import log_to_stderr
 from drivetrain_serving.server import Server
 
 API_KEY_VARIABLE: Final = "DRIVETRAIN_API_KEY"
@@ -38,6 +37,9 @@ def serve(
     config: ConfigOption = None,
     settings: SettingsOption = None,
     isolation: IsolationOption = None,
+    processes: Annotated[
+        int, typer.Option(min=1, help="Number of processes that answer requests; above 1, beside the engine's own.")
+    ] = 1,
     engines: Annotated[int, typer.Option(min=1, help="Number of engines, behind one port.")] = 1,
     host: Annotated[str, typer.Option(help="Address to listen on; other machines want keys.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free one.")] = 8000,
@@ -102,6 +104,7 @@ def serve(
         served = ServerConfig(
             host=host,
             port=port,
+            processes=processes,
             served_model_name=tuple(served_model_name or ()),
             dialect=dialect,
             api_key=api_key,
@@ -122,9 +125,7 @@ def serve(
         field, message = describe_validation_error(error, ServerConfig)
         raise InvalidConfig(message, field=field) from None
     if log_requests:
-        LOGGER.addHandler(logging.StreamHandler())  # bare lines on stderr, unlike the other messages
-        LOGGER.setLevel(logging.INFO)
-        LOGGER.propagate = False
+        log_to_stderr()
     engine_config = configuration(config, settings or [], backend, model, isolation)
     asyncio.run(_serve(_engine([create_engine(engine_config) for _ in range(engines)]), served))
 

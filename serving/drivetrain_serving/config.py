@@ -44,6 +44,11 @@ class ServerConfig(BaseModel):
 
     host: str = Field(default="127.0.0.1", min_length=1, description="Address to listen on.")
     port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0: any free one.")
+    processes: PositiveInt = Field(
+        default=1,
+        description="1: the engine's process answers all requests. More: so many front-end processes accept on the "
+        "port, tokenise, and read and write JSON. :class:`Server` reads it, and :func:`create_app` does not.",
+    )
     served_model_name: tuple[str, ...] = Field(
         default=(), description="Names of the model in requests and answers; the first is the one in answers."
     )

@@ -10,6 +10,7 @@ from drivetrain.engine.states import EngineState
 from drivetrain_serving.http_layer.request_counts import RequestCounts
 from drivetrain_serving.http_layer.route_docs import TEXT, documented
 from drivetrain_serving.metrics import metrics_of
+from drivetrain_serving.other_processes import Counted
 from drivetrain_serving.served_engine import ServedEngine
 
 
@@ -22,6 +23,7 @@ class OperationRoutes:
     """
 
     def __init__(self, served: ServedEngine, counts: RequestCounts) -> None:
+        self._served = served
         self._engine = served.engine
         self._counts = counts
 
@@ -35,4 +37,5 @@ class OperationRoutes:
     async def metrics(self, request: Request) -> Response:
         """Answer GET ``/metrics`` in Prometheus' text format."""
         del request
-        return Response(await metrics_of(self._engine, self._counts.answers), media_type=CONTENT_TYPE_LATEST)
+        counted = sum(await self._served.others.counts(), Counted(self._counts.by_route()))
+        return Response(await metrics_of(self._engine, counted.answers), media_type=CONTENT_TYPE_LATEST)

@@ -26,14 +26,14 @@ class _Asked:
     stats: EngineStats | None
 
 
-async def metrics_of(engine: InferenceEngine, answers: Mapping[tuple[str, int], int]) -> bytes:
+async def metrics_of(engine: InferenceEngine, answers: Mapping[str, Mapping[int, int]]) -> bytes:
     """Return the metrics of a server, in Prometheus' text format.
 
     ``drivetrain_…`` is of the server as a whole, and ``drivetrain_engine_…`` of one engine, with the label ``engine``.
 
     Args:
         engine: The engine or fleet that is served.
-        answers: (Route, status) → number of answers.
+        answers: Route → status → number of answers.
     """
     engines = engine.engines if isinstance(engine, InferenceEngineClient) else {"engine-0": engine}
     whole, *each = await asyncio.gather(_asked(engine), *(_asked(one) for one in engines.values()))
@@ -55,7 +55,7 @@ async def _asked(engine: InferenceEngine) -> _Asked:
 class _Answers(Collector):
     """The number of answers by route and status."""
 
-    def __init__(self, answers: Mapping[tuple[str, int], int]) -> None:
+    def __init__(self, answers: Mapping[str, Mapping[int, int]]) -> None:
         self._answers = answers
 
     def collect(self) -> Iterator[Metric]:
@@ -63,8 +63,9 @@ class _Answers(Collector):
         requests = CounterMetricFamily(
             "drivetrain_http_requests", "Requests whose answer began.", labels=["route", "status"]
         )
-        for (route, status), number in self._answers.items():
-            requests.add_metric([route, str(status)], number)
+        for route, by_status in self._answers.items():
+            for status, number in by_status.items():
+                requests.add_metric([route, str(status)], number)
         yield requests
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from pathlib import Path
@@ -20,6 +21,7 @@ from drivetrain.types.prompts import Prompt, TokenPrompt
 from drivetrain.types.weights import LoraSource, WeightUpdateRequest
 from drivetrain_serving.config import ServerConfig
 from drivetrain_serving.http_layer.request_records import RECORD, RequestRecord
+from drivetrain_serving.other_processes import OtherProcesses
 from drivetrain_serving.traffic import Traffic
 
 if TYPE_CHECKING:
@@ -65,6 +67,9 @@ class ServedEngine:
         self.slept = False
         """True if the engine is paused by a sleep; waking up then ends the pause."""
         self.traffic = Traffic()
+        self.generating: Counter[str] = Counter()
+        """Ids of SGLang's requests in flight."""
+        self.others = OtherProcesses()
         self._loading = asyncio.Lock()
         self._updates = 0
 
@@ -176,16 +181,19 @@ class ServedEngine:
         """
         if model is None or model in self._accepted:
             return None
-        if model not in self.adapters:
-            path = await asyncio.to_thread(self._in_folder, model)
-            if path is None:
-                raise InvalidRequest(f"The model {shown(model)} does not exist.", field="model")
-            async with self._loading:
-                if model not in self.adapters:
-                    await self._load_by_request(model, str(path))
-        if model in self._by_request:
-            self._by_request[model] = self._by_request.pop(model)
+        await self._require_adapter(model)
         return model
+
+    async def _require_adapter(self, name: str) -> None:
+        if name not in self.adapters:
+            path = await asyncio.to_thread(self._in_folder, name)
+            if path is None:
+                raise InvalidRequest(f"The model {shown(name)} does not exist.", field="model")
+            async with self._loading:
+                if name not in self.adapters:
+                    await self._load_by_request(name, str(path))
+        if name in self._by_request:
+            self._by_request[name] = self._by_request.pop(name)
 
     async def _load_by_request(self, name: str, path: str) -> None:
         try:
@@ -272,6 +280,16 @@ class ServedEngine:
                 if loop.time() > until:
                     raise
                 await asyncio.sleep(_POLL_S)
+
+    async def abort(self, request_id: str) -> None:
+        """End one request, whichever process of the server it is in."""
+        await self.engine.abort(request_id)
+        await self.others.abort(request_id)
+
+    async def abort_all(self) -> None:
+        """End every request of all processes."""
+        await self.engine.abort_generation()
+        await self.others.abort_all()
 
     def version_of(self, path: str) -> str:
         """Return a label for an update whose sender gave none: its folder's name, or a number if that is served."""

@@ -411,9 +411,10 @@ async def test_a_streamed_text_may_hold_line_ends_of_unicode() -> None:
     assert stream.is_done
 
 
+@pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("dialect", [Dialect.VLLM, Dialect.SGLANG])
-async def test_our_server_passes(engine: InferenceEngine, material: Material, dialect: Dialect) -> None:
-    async with serving(engine, dialect) as url:
+async def test_our_server_passes(engine: InferenceEngine, material: Material, dialect: Dialect, processes: int) -> None:
+    async with serving(engine, dialect, processes=processes) as url:
         entries = await run(url, material=material)
     ended = {entry.case: (entry.verdict, entry.message) for entry in entries}
     refused = {name for name, (verdict, _) in ended.items() if verdict is Verdict.REFUSED}

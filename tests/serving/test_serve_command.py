@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 import warm_python
@@ -67,6 +68,44 @@ def test_a_server_lets_requests_end_when_it_is_told_to(model: Path) -> None:
         assert server.wait(HANGING) == 0
     (answer,) = answers
     assert len(answer.json()["choices"][0]["token_ids"]) == 900
+
+
+def front_ends(server: subprocess.Popen[str]) -> list[psutil.Process]:
+    found = [one for one in psutil.Process(server.pid).children() if "drivetrain_serving.front_ends" in one.cmdline()]
+    assert len(found) == 2
+    return found
+
+
+def test_all_processes_let_requests_end(model: Path) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 600, "ignore_eos": True}
+    paths = ["/v1/chat/completions", *(f"/sessions/s{number}/v1/chat/completions" for number in range(3))]
+    answers: list[httpx.Response] = []
+    with serving(model, "--processes", "2") as (server, url):
+        processes = front_ends(server)
+        asking = [
+            threading.Thread(
+                target=lambda path=path: answers.append(httpx.post(url + path, json=body, timeout=HANGING))
+            )
+            for path in paths
+        ]
+        for thread in asking:
+            thread.start()
+        while httpx.get(f"{url}/load").json()["server_load"] < len(paths):
+            time.sleep(0.01)
+        server.send_signal(signal.SIGTERM)
+        for thread in asking:
+            thread.join(HANGING)
+        assert server.wait(HANGING) == 0
+        assert not [one for one in processes if one.is_running()]
+    assert [answer.json()["usage"]["completion_tokens"] for answer in answers] == [600] * len(paths)
+
+
+def test_no_process_outlives_one_that_is_killed(model: Path) -> None:
+    with serving(model, "--processes", "2") as (server, _):
+        processes = front_ends(server)
+        server.kill()
+        psutil.wait_procs(processes, HANGING)
+        assert not [one for one in processes if one.is_running()]
 
 
 @pytest.mark.slow

@@ -267,14 +267,30 @@ async def _told(sync: WeightSync) -> None:
         await sync.push(version="meanwhile")
 
 
-async def test_a_request_is_aborted_by_another_holder(open_engine: OpenEngine) -> None:
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("by", ["owner", "holder"])
+async def test_a_request_is_aborted_by_another_holder(open_engine: OpenEngine, n: int, by: str) -> None:
     async with open_engine() as engine:
         handle = await engine.handle()
         async with attached(handle) as one, attached(handle) as other:
-            task = asyncio.create_task(one.generate([1, 2], LONG, request_ids=["mine"]))
-            await until(lambda: engine.parts.in_flight.running == 1)
-            await other.abort("mine")
-            assert (await task).completions[0].finish_reason.value == "abort"
+            params = LONG.model_copy(update={"n": n})
+            task = asyncio.create_task(one.generate([[1, 2], [3]], params, request_ids=["mine", "another"]))
+            await until(lambda: engine.parts.in_flight.running == 2 * n)
+            aborting = engine if by == "owner" else other
+            await aborting.abort("mine")
+            await until(lambda: engine.parts.in_flight.running == n)
+            await aborting.abort("another")
+            assert [one.finish_reason.value for one in (await task).completions] == ["abort"] * 2 * n
+
+
+async def test_a_holder_need_not_have_heard_of_a_change_to_use_it(open_engine: OpenEngine) -> None:
+    async with open_engine(enable_sleep=True) as engine, attached(await engine.handle()) as other:
+        await engine.sleep([MemoryTag.KV_CACHE])
+        await until(lambda: other.state.value == "asleep")
+        asking = engine.wake_up()
+        await asking
+        assert other.state.value == "asleep"  # as long as this task gives the event loop no turn
+        assert (await other.generate([1, 2], GREEDY)).completions[0].token_ids
 
 
 @pytest.mark.parametrize(

@@ -127,6 +127,7 @@ class Connected:
     async def close(self) -> None:
         """Close the connection and end the pulse."""
         self.connection.close()
+        await asyncio.sleep(0)  # closes the socket; the owner would report a pulse that ends before it
         await asyncio.to_thread(self.pulse.stop)
 
 

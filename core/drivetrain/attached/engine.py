@@ -16,6 +16,7 @@ from drivetrain.attached.parts import (
     AttachedLoadedAdapters,
     AttachedModel,
     AttachedPauses,
+    AttachedPooling,
     AttachedRequests,
     AttachedUpdates,
     AttachedWeights,
@@ -43,6 +44,7 @@ _KINDS: Final = PartKinds(
     communicators=AttachedCommunicators,
     adapters=AttachedAdapters,
     generation=AttachedGeneration,
+    pooling=AttachedPooling,
 )
 
 

@@ -20,6 +20,7 @@ from drivetrain.engine.generation import Generation
 from drivetrain.engine.loaded_adapters import LoadedAdapters, LoadedLora
 from drivetrain.engine.model import StartedModel
 from drivetrain.engine.pause_and_sleep import PauseAndSleep
+from drivetrain.engine.pooling import Pooling
 from drivetrain.engine.requests_in_flight import RequestsInFlight
 from drivetrain.engine.served_weights import ServedWeights
 from drivetrain.engine.states import EngineState, EngineStatus
@@ -69,7 +70,7 @@ def _absolute(path: str) -> str:
 
 
 class AttachedController(Controller):
-    """Mirrors the owner's status; the owner's gate holds requests, not this one."""
+    """Mirrors the owner's status, which may be late: the owner's gate holds and refuses requests, not this one."""
 
     def adopt(self, status: EngineStatus) -> None:
         """Take the owner's status."""
@@ -80,6 +81,11 @@ class AttachedController(Controller):
     def holds_requests(self) -> bool:
         self.status.require_open("a waiting request")
         return False
+
+    def require_admission(self, action: str) -> None:
+        """Let the request pass unless the engine has ended; the owner refuses it where its state does not allow it."""
+        self.status.require_open(action)
+        self.require_own_loop(action)
 
 
 class AttachedModel(StartedModel):
@@ -105,11 +111,18 @@ class AttachedModel(StartedModel):
 
 
 class AttachedLoadedAdapters(LoadedAdapters):
-    """Mirrors the names of the owner's adapters."""
+    """Mirrors the names of the owner's adapters, which may be late: only the owner refuses a name."""
 
     def adopt(self, names: Iterable[str]) -> None:
         """Replace the names by those of the owner's adapters."""
         self._by_name = {name: LoadedLora(name, pinned=False) for name in names}
+
+    def require(self, name: str, field: str) -> None:
+        """Let the name pass; the owner raises :class:`InvalidRequest` if no adapter has it."""
+
+    def backend_name(self, name: str) -> str:
+        """Return the name itself, which the owner translates."""
+        return name
 
 
 class AttachedRequests(RequestsInFlight):
@@ -131,6 +144,16 @@ class AttachedGeneration(Generation):
             await ask(self.controller, self.backend, None, "abort_generation")
         else:
             await ask(self.controller, self.backend, None, "abort", request_id)
+
+
+class AttachedPooling(Pooling):
+    """Leaves it to the owner to compute all numbers of a call with one version of the weights."""
+
+    async def embed(self, prompts: list[list[int]], dimensions: int | None) -> list[list[float]]:
+        return await self.backend.embed(prompts, dimensions)
+
+    async def reward_score(self, sequences: list[list[int]]) -> list[float]:
+        return await self.backend.reward_score(sequences)
 
 
 class AttachedPauses(PauseAndSleep):

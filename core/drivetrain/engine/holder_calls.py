@@ -68,6 +68,8 @@ class HolderCalls(SharedEngine):
         if request.lora is not None:
             self.parts.loaded_adapters.require(request.lora, "lora")
         samples = Samples(request, 0, lambda _: request.seed, vocab_size=self.parts.model.info.vocab_size)
+        if request.params.n > 1:
+            samples.holders_request = request.request_id.rpartition("/")[0]
         return Sample(request, samples, 0)
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:

@@ -235,7 +235,8 @@ class HolderConnection(RpcServer):
 
         def lost(reason: str) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed, and so is the connection
-                self._loop.call_soon_threadsafe(holder.lost, reason)
+                # A turn later: one that detaches closes its call socket first, and is not reported.
+                self._loop.call_soon_threadsafe(self._loop.call_soon, holder.lost, reason)
 
         holder.got_pulse()
         add = partial(self._listener.pulses.add, has_beaten=self._frames.has_more)

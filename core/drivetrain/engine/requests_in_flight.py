@@ -158,11 +158,14 @@ class RequestsInFlight:
             self._known[request_id].aborted = True
         elif (found := self._sample(request_id)) is not None:
             found[0].aborted_samples.add(found[1])
+        else:
+            for samples in self._known.values():
+                samples.aborted |= samples.holders_request == request_id
         self.changed()
         await self._abort_in_backend(
             known
             for known, sample in self._in_backend.items()
-            if request_id in (None, known, sample.samples.request.request_id)
+            if request_id in (None, known, sample.samples.request.request_id, sample.samples.holders_request)
         )
 
     async def abort_running(self) -> None:

@@ -32,6 +32,8 @@ class Samples:
     """True once all samples were asked to end."""
     aborted_samples: set[int] = field(default_factory=set)
     """Indices of samples that were asked to end one by one."""
+    holders_request: str | None = None
+    """Id of the request of which a holder sent this one sample, if that has several."""
     vocab_size: int = 2**31
     """The model's vocabulary size: the engine's token ids are below it."""
 

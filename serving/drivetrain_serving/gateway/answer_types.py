@@ -9,17 +9,9 @@ from typing_extensions import TypedDict
 
 from drivetrain.openai.responses import WeightSpan
 from drivetrain_serving.http_layer.error_statuses import AboutError
+from drivetrain_serving.other_processes import SessionFacts
 
 # The trainer ---------------------------------------------------------------------------------------------------------
-
-
-class SessionFacts(TypedDict):
-    """One session."""
-
-    session_id: str
-    created: float
-    turns: int
-    in_flight: int
 
 
 class SessionList(TypedDict):

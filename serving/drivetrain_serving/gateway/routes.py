@@ -34,6 +34,7 @@ from drivetrain_serving.gateway.turn_prompts import prepare
 from drivetrain_serving.http_layer.answers import NamedEventStream, event_stream, json_answer
 from drivetrain_serving.http_layer.bodies import read_json, unless_disconnected
 from drivetrain_serving.http_layer.route_docs import JSON, OF_ENGINES, STREAM, documented
+from drivetrain_serving.other_processes import SessionFacts
 from drivetrain_serving.served_engine import ServedEngine
 from drivetrain_serving.vllm.answer_types import ChatChunk, ChatCompletion, ChatUsageChunk
 from drivetrain_serving.vllm.chat_and_completion_answers import ChatResponses
@@ -275,7 +276,11 @@ class SessionRoutes:
     async def sessions(self, request: Request) -> Response:
         """Answer GET ``/sessions``."""
         del request
-        found: list[types.SessionFacts] = [
+        return json_answer(types.SessionList(sessions=[*self.facts(), *await self._served.others.sessions()]))
+
+    def facts(self) -> list[SessionFacts]:
+        """Return the sessions of this process, the oldest first."""
+        return [
             {
                 "session_id": session.id,
                 "created": session.created,
@@ -284,7 +289,6 @@ class SessionRoutes:
             }
             for session in self._sessions.all()
         ]
-        return json_answer(types.SessionList(sessions=found))
 
     @documented(statuses=(400, 404, 503), media=(JSON, _MSGPACK[0]), answer=types.Trajectory, errors=(ErrorBody,))
     async def trajectory(self, request: Request) -> Response:

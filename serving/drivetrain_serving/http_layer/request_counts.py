@@ -31,6 +31,13 @@ class RequestCounts:
         """Count an answer to a request for ``path``."""
         self.answers[self._route(path), status] += 1
 
+    def by_route(self) -> dict[str, dict[int, int]]:
+        """Return route → status → answers."""
+        found: dict[str, dict[int, int]] = {}
+        for (route, status), number in self.answers.items():
+            found.setdefault(route, {})[status] = number
+        return found
+
     def _route(self, path: str) -> str:
         if path in self._fixed:
             return path

@@ -58,6 +58,7 @@ class RequestRecord:
         self.model = model[:_LONGEST]
         self.request_id = request_ids[0][:_LONGEST]
         self.prompts = len(request_ids)
+        self.error = None  # of an earlier call for the same request
 
     def sampled(self, tokens: int) -> None:
         """Note sampled tokens."""
@@ -149,6 +150,13 @@ class RequestRecords:
             record.ended()
             for observer in self._observers:
                 observer(record)
+
+
+def log_to_stderr() -> None:
+    """Write the lines of :func:`log_record` to stderr as they are, unlike the other messages."""
+    LOGGER.addHandler(logging.StreamHandler())
+    LOGGER.setLevel(logging.INFO)
+    LOGGER.propagate = False
 
 
 def log_record(record: RequestRecord) -> None:

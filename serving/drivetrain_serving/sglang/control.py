@@ -117,7 +117,7 @@ class ControlRoutes:
         if not isinstance(rid, str):
             raise HTTPException(400, f"rid={shown(rid)}: expected a string")
         if flag(asked.abort_all, "abort_all"):
-            await self._engine.abort_generation()
+            await self._served.abort_all()
         elif rid:
             await self._generation.abort(rid)
         return Response()

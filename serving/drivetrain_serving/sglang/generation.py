@@ -28,7 +28,6 @@ class GenerateRoute:
 
     def __init__(self, served: ServedEngine) -> None:
         self._served = served
-        self._in_flight: Counter[str] = Counter()
 
     @documented(
         body=GenerateBody,
@@ -48,11 +47,12 @@ class GenerateRoute:
 
     async def abort(self, request_id: str) -> None:
         """End a request, and all of ``/generate`` whose ids begin with its id; an unknown id ends none."""
-        if request_id not in self._in_flight:
-            await self._served.engine.abort(request_id)  # of another route
+        known = {*self._served.generating, *await self._served.others.request_ids()}
+        if request_id not in known:
+            await self._served.abort(request_id)  # of another route
             return
-        for one in [one for one in self._in_flight if one.startswith(request_id)]:
-            await self._served.engine.abort(one)
+        for one in [one for one in known if one.startswith(request_id)]:
+            await self._served.abort(one)
 
     async def _generate(self, body: Mapping[str, object]) -> Response:
         engine = self._served.engine
@@ -80,11 +80,11 @@ class GenerateRoute:
     @contextmanager
     def _known(self, asked: Generation) -> Iterator[None]:
         """Keep the request's ids where :meth:`abort` finds them."""
-        self._in_flight.update(asked.request_ids)
+        self._served.generating.update(asked.request_ids)
         try:
             yield
         finally:
-            self._in_flight -= Counter(asked.request_ids)
+            self._served.generating -= Counter(asked.request_ids)
 
     async def _adapter(self, name: str | None) -> str | None:
         try:

@@ -122,7 +122,7 @@ class WeightRoutes:
             folder = text_of(asked.model_path, "model_path")
             _check_update(asked)
             if flag(asked.abort_all_requests, "abort_all_requests"):
-                await self._engine.abort_generation()
+                await self._served.abort_all()
             if self._engine.is_paused:
                 stats = await self._engine.stats()
                 paused = stats.running + stats.waiting
@@ -147,7 +147,7 @@ class WeightRoutes:
         try:
             version = text_of(asked.new_version, "new_version")
             if flag(asked.abort_all_requests, "abort_all_requests", True):
-                await self._engine.abort_generation()
+                await self._served.abort_all()
             await self._engine.update_weight_version(version)
         except DrivetrainError as error:
             return failure_answer(error)

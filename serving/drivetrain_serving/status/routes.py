@@ -16,6 +16,7 @@ from drivetrain.errors import DrivetrainError
 from drivetrain_fleet import InferenceEngineClient
 from drivetrain_serving.http_layer.answers import json_answer
 from drivetrain_serving.http_layer.route_docs import documented
+from drivetrain_serving.other_processes import Counted
 from drivetrain_serving.served_engine import ServedEngine
 
 _INLINE: Final = re.compile(r"<(style|script)>(.*?)</\1>", re.DOTALL)
@@ -84,6 +85,7 @@ class StatusRoutes:
             running = waiting = None
         else:
             running, waiting = stats.running, stats.waiting
+        counted = sum(await self._served.others.counts(), Counted({}, traffic.generated, traffic.per_second()))
         fleet = engine if isinstance(engine, InferenceEngineClient) else None
         counts = {} if fleet is None else {name: one.parts.in_flight.counts for name, one in fleet.engines.items()}
         facts: Status = {
@@ -94,8 +96,8 @@ class StatusRoutes:
             "weight_version": engine.get_weight_version(),
             "running": running,
             "waiting": waiting,
-            "generated_tokens": traffic.generated,
-            "tokens_per_second": traffic.per_second(),
+            "generated_tokens": counted.generated,
+            "tokens_per_second": counted.tokens_per_second,
             "uptime_seconds": traffic.uptime(),
             "engines": [
                 {

@@ -292,10 +292,10 @@ class ControlRoutes:
             raise InvalidRequest(f"request_ids={shown(ids)}: expected a list of strings", field="request_ids")
         if not ids:
             stats = await self._engine.stats()
-            await self._engine.abort_generation()
+            await self._served.abort_all()
             return json_answer(types.Aborted(status="aborted", aborted=stats.running + stats.waiting))
         for one in ids:
-            await self._engine.abort(str(one))
+            await self._served.abort(str(one))
         return json_answer(types.Aborted(status="aborted", aborted=len(ids)))
 
     @documented(query=SleepQuery, answer=types.Sleeping)
@@ -395,7 +395,7 @@ class ControlRoutes:
         if not isinstance(version, str):
             raise InvalidRequest(f"new_version={shown(version)}: expected a string", field="new_version")
         if asked.abort_all_requests is True:
-            await self._engine.abort_generation()
+            await self._served.abort_all()
         await self._engine.update_weight_version(version)
         return json_answer(types.VersionUpdated(success=True, new_version=version))
 

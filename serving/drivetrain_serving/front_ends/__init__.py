@@ -1,0 +1,1 @@
+"""Front-ends: processes that answer a server's requests to generate, all over the engine of one owner."""

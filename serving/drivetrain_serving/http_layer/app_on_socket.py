@@ -1,0 +1,131 @@
+"""An ASGI application on a socket: uvicorn in the running event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from drivetrain.errors import InvalidConfig
+from drivetrain_serving.config import ServerConfig
+
+_KEEP_ALIVE_S: Final = 75
+"""Seconds that an idle connection stays open: clients that keep connections take 5 s or more for granted."""
+_BACKLOG: Final = 2048
+"""Connections that may wait to be accepted."""
+
+
+class _Announcing(uvicorn.Server):
+    """Says when it has begun to serve, and leaves the process's signals alone."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listens = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.listens.set()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class AppOnSocket:
+    """Serves an application on a listening socket, which it closes at the end.
+
+    Args:
+        app: The application.
+        listening: The socket.
+        shutdown_timeout: Seconds that requests in flight get to end.
+        shared: Other processes accept on this socket, too: leave them their part of many connections at once.
+    """
+
+    def __init__(
+        self, app: ASGIApp, listening: socket.socket, shutdown_timeout: float, *, shared: bool = False
+    ) -> None:
+        self._socket = listening
+        self._server = _Announcing(
+            uvicorn.Config(
+                app,
+                lifespan="off",
+                http="h11",  # httptools limits no headers
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                backlog=1 if shared else _BACKLOG,  # also how many connections asyncio accepts at one wake-up
+                timeout_keep_alive=_KEEP_ALIVE_S,
+                timeout_graceful_shutdown=round(shutdown_timeout),
+            )
+        )
+        self._serving: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Serve from now on."""
+        self._serving = asyncio.ensure_future(self._server.serve([self._socket]))
+        listening = asyncio.ensure_future(self._server.listens.wait())
+        try:
+            await asyncio.wait([listening, self._serving], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            listening.cancel()
+        if self._serving.done():
+            self._serving.result()
+        self._socket.listen(_BACKLOG)
+
+    async def close(self) -> None:
+        """Accept no more connections, let requests in flight end, and stop."""
+        self._server.should_exit = True
+        if self._serving is None:
+            self._socket.close()
+        else:
+            await asyncio.shield(self._serving)
+
+    async def abort(self) -> None:
+        """Stop without waiting for requests in flight."""
+        self._server.force_exit = True
+        await self.close()
+
+
+def listening_port(config: ServerConfig) -> socket.socket:
+    """Return a socket that is bound to the configured address.
+
+    Raises:
+        InvalidConfig: the address cannot be listened on.
+    """
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    # With the protocol named, asyncio sets TCP_NODELAY; else an answer waits 40 ms for the ACK of its headers.
+    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((config.host, config.port))
+    except (OSError, OverflowError) as error:
+        listening.close()
+        raise InvalidConfig(
+            f"port={config.port}: cannot listen on {config.host}: {error}; choose another port", field="port"
+        ) from error
+    listening.set_inheritable(False)
+    return listening
+
+
+def listening_path(path: Path) -> socket.socket:
+    """Return a Unix socket that is bound to a path, in the place of one that a killed process left there.
+
+    Raises:
+        InvalidConfig: the path cannot be listened on.
+    """
+    path.unlink(missing_ok=True)
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listening.bind(str(path))
+    except OSError as error:  # e.g. the path is too long
+        listening.close()
+        raise InvalidConfig(
+            f"cannot listen on {path}: {error}; set TMPDIR to another folder", field="processes"
+        ) from error
+    return listening

@@ -1,0 +1,283 @@
+"""Several processes that answer for one engine: together they are one server, and it outlives each of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Collection
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import pytest_asyncio
+from prometheus_client.parser import text_string_to_metric_families
+
+from drivetrain import InferenceEngine, create_engine
+from drivetrain_serving import Server, ServerConfig, SessionConfig
+from drivetrain_serving.front_ends.places import ANSWERED_BY_ANY
+from engines import HANGING, until, until_idle, until_running
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+KEY, CONTROL = "a-key-for-requests", "a-key-for-control"
+CONTROLS = {"Authorization": f"Bearer {CONTROL}"}
+FOUR: dict[str, object] = {"prompt": [5, 6], "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+LONG: dict[str, object] = {"prompt": [5, 6], "max_tokens": 900, "ignore_eos": True}
+CHAT: dict[str, object] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+
+
+class Running:
+    """A server with two front-ends, and clients that hold the control key."""
+
+    def __init__(self, client: httpx.AsyncClient, stack: AsyncExitStack, others: Collection[str]) -> None:
+        self.client = client
+        """A client of the port. Each request makes a connection, which either front-end accepts."""
+        self.each: list[httpx.AsyncClient] = []
+        """A client of each front-end's own socket."""
+        self._stack = stack
+        self._others = others
+
+    def front_ends(self) -> dict[str, psutil.Process]:
+        """Return the front-ends that serve, by the path of their sockets."""
+        return {path: one for path, one in all_front_ends().items() if path not in self._others}
+
+    async def look(self) -> None:
+        """Connect to the front-ends that run."""
+        self.each = []
+        for path in sorted(self.front_ends()):
+            transport = httpx.AsyncHTTPTransport(uds=path)
+            client = httpx.AsyncClient(transport=transport, base_url="http://x", timeout=HANGING, headers=CONTROLS)
+            self.each.append(await self._stack.enter_async_context(client))
+
+    async def answered(self, route: str) -> float:
+        """Return how many answers of a route the metrics count."""
+        families = text_string_to_metric_families((await self.client.get("/metrics")).text)
+        return sum(one.value for family in families for one in family.samples if one.labels.get("route") == route)
+
+    async def in_each(self, path: str, **body: Any) -> list[httpx.Response]:
+        """Post to every front-end at once."""
+        return list(await asyncio.gather(*(one.post(path, json=body) for one in self.each)))
+
+
+def all_front_ends() -> dict[str, psutil.Process]:
+    """Return the front-ends of all servers in this process that serve, by the path of their sockets."""
+    found: dict[str, psutil.Process] = {}
+    for process in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):
+            if "drivetrain_serving.front_ends" in process.cmdline():
+                paths = [str(one.laddr) for one in process.net_connections("unix")]
+                found |= {path: process for path in paths if path.endswith(".sock")}
+    return found
+
+
+def text_of(answer: httpx.Response) -> str:
+    """Return the text of an answer of ``/v1/completions``."""
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["text"])
+
+
+@asynccontextmanager
+async def two_processes(engine: InferenceEngine, **more: Any) -> AsyncIterator[Running]:
+    config = ServerConfig(port=0, processes=2, api_key=KEY, control_key=CONTROL, **more)
+    limits = httpx.Limits(max_keepalive_connections=0)
+    others = all_front_ends().keys()
+    async with AsyncExitStack() as stack:
+        server = await stack.enter_async_context(Server(engine, config))
+        client = httpx.AsyncClient(base_url=server.url, timeout=HANGING, headers=CONTROLS, limits=limits)
+        running = Running(await stack.enter_async_context(client), stack, others)
+        await running.look()
+        assert len(running.each) == 2
+        yield running
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def shared(served: InferenceEngine) -> AsyncIterator[Running]:
+    async with two_processes(served, max_body_bytes=1 << 16) as running:
+        yield running
+
+
+async def test_counts_are_those_of_all_processes(shared: Running, engine: InferenceEngine) -> None:
+    before = (await shared.client.get("/status")).json()["generated_tokens"], await shared.answered("/v1/completions")
+    answers = [*await shared.in_each("/v1/completions", **FOUR), await shared.client.post("/v1/completions", json=FOUR)]
+    assert len({text_of(answer) for answer in answers}) == 1
+    assert (await shared.client.get("/status")).json()["generated_tokens"] == before[0] + 12
+    assert await shared.answered("/v1/completions") == before[1] + 3
+
+
+async def test_front_ends_answer_all_routes_that_generate(shared: Running, engine: InferenceEngine) -> None:
+    paths = (await shared.client.get("/openapi.json")).json()["paths"]
+    posted = {path for path, methods in paths.items() if "post" in methods and methods["post"]["tags"] == ["api"]}
+    assert ANSWERED_BY_ANY == {path for path in posted if not path.startswith("/sessions")}
+
+
+async def test_keys_open_the_same_routes_in_every_process(shared: Running, engine: InferenceEngine) -> None:
+    answers = {}
+    for name, key in (("none", "another-key"), ("api", KEY), ("control", CONTROL)):
+        headers = {"Authorization": f"Bearer {key}"}
+        for path in ("/v1/completions", "/sessions/keys/v1/chat/completions", "/sessions/keys2/v1/chat/completions"):
+            answers[name, path] = (await shared.client.post(path, json={}, headers=headers)).status_code
+        for path in ("/health", "/v1/models", "/server_info", "/sessions"):
+            answers[name, path] = (await shared.client.get(path, headers=headers)).status_code
+    assert {key: status for key, status in answers.items() if status == 401} == {
+        **{("none", path): 401 for _, path in answers if path != "/health"},
+        ("api", "/server_info"): 401,
+        ("api", "/sessions"): 401,
+    }
+
+
+async def test_the_processes_keep_one_set_of_sessions(shared: Running, engine: InferenceEngine) -> None:
+    names = [f"together-{number}" for number in range(4)]
+    for name in names:
+        messages: list[Any] = [{"role": "user", "content": "hi"}]
+        for _ in range(3):
+            answer = await shared.client.post(
+                f"/sessions/{name}/v1/chat/completions", json={**CHAT, "messages": messages}
+            )
+            messages += [answer.json()["choices"][0]["message"], {"role": "user", "content": "more"}]
+    listed = {one["session_id"]: one["turns"] for one in (await shared.client.get("/sessions")).json()["sessions"]}
+    assert {name: listed.get(name) for name in names} == dict.fromkeys(names, 3)
+    kept = [
+        {one["session_id"] for one in (await front_end.get("/sessions")).json()["sessions"]}
+        for front_end in shared.each
+    ]
+    assert all(kept), "one front-end keeps all sessions"
+    assert not kept[0] & kept[1]
+    for name in names:
+        assert (await shared.client.get(f"/sessions/{name}/v1/models")).status_code == 200
+        (branch,) = (await shared.client.get(f"/sessions/{name}/trajectory")).json()["branches"]
+        assert sum(branch["loss_mask"]) == 12
+        assert (await shared.client.delete(f"/sessions/{name}")).status_code == 204
+        assert (await shared.client.get(f"/sessions/{name}/trajectory")).status_code == 404
+
+
+async def test_an_adapter_is_known_in_every_process_while_it_is_loaded(
+    shared: Running, engine: InferenceEngine, adapters: Path
+) -> None:
+    body = {"lora_name": "anew", "lora_path": str(adapters / "one")}
+    for _ in range(3):
+        for refused in await shared.in_each("/v1/completions", **FOUR, model="anew"):
+            assert refused.status_code == 404
+            assert refused.json()["error"]["message"] == "The model 'anew' does not exist."
+        assert (await shared.client.post("/v1/load_lora_adapter", json=body)).status_code == 200
+        assert len({text_of(answer) for answer in await shared.in_each("/v1/completions", **FOUR, model="anew")}) == 1
+        assert (await shared.client.post("/v1/unload_lora_adapter", json=body)).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_ends_its_request(shared: Running, engine: InferenceEngine, stream: bool) -> None:
+    chat = {**CHAT, "max_tokens": 900, "ignore_eos": True}
+    bodies = {
+        "/v1/completions": LONG,
+        **{f"/sessions/left-{number}/v1/chat/completions": chat for number in range(4)},
+    }
+    asking = [
+        asyncio.create_task(shared.client.post(path, json={**body, "stream": stream})) for path, body in bodies.items()
+    ]
+    await until_running(engine, 5)
+    for task in asking:
+        task.cancel()
+    await asyncio.gather(*asking, return_exceptions=True)
+    await until_idle(engine)
+
+
+async def test_requests_are_aborted_by_id_in_every_process(shared: Running, engine: InferenceEngine) -> None:
+    long = {**LONG, "n": 2}
+    asking = [
+        asyncio.create_task(one.post("/v1/completions", json={**long, "request_id": f"of-{number}"}))
+        for number, one in enumerate(shared.each)
+    ]
+    await until_running(engine, 4)
+    ids = {"request_ids": ["of-0", "of-1"]}
+    assert (await shared.client.post("/abort_requests", json=ids)).json()["aborted"] == 2
+    for answer in await asyncio.gather(*asking):
+        assert {choice["finish_reason"] for choice in answer.json()["choices"]} == {"abort"}
+
+
+async def test_an_abort_by_the_beginning_of_an_id_reaches_every_process(
+    shared: Running, engine: InferenceEngine
+) -> None:
+    params = {"max_new_tokens": 900, "ignore_eos": True}
+    asking = [
+        asyncio.create_task(one.post("/generate", json={"input_ids": [5], "rid": rid, "sampling_params": params}))
+        for one, rid in zip(shared.each, ("req-1", "req-10"), strict=True)
+    ]
+    await until_running(engine, 2)
+    await shared.client.post("/abort_request", json={"rid": "req-1"})
+    for answer in await asyncio.gather(*asking):
+        assert answer.json()["meta_info"]["finish_reason"]["type"] == "abort"
+
+
+async def test_a_body_that_is_too_large_is_refused_wherever_it_goes(shared: Running, engine: InferenceEngine) -> None:
+    large = b'{"prompt": "' + b"a" * (1 << 17) + b'"}'
+    sessions = [f"/sessions/large-{number}/v1/chat/completions" for number in range(4)]
+    for path in ("/v1/completions", "/update_weights", *sessions):
+        answer = await shared.client.post(path, content=large, headers={"content-type": "application/json"})
+        assert answer.status_code == 413, path
+    chunked = await shared.client.post("/update_weights", content=pieces_of(large))
+    assert chunked.status_code == 413
+
+
+async def pieces_of(body: bytes) -> AsyncIterator[bytes]:
+    for first in range(0, len(body), 5000):
+        yield body[first : first + 5000]
+
+
+async def test_adapters_of_a_folder_take_turns_in_two_processes(model: Path, adapters: Path) -> None:
+    async with (
+        create_engine("transformers", model=str(model), enable_lora=True, max_loras=1) as engine,
+        two_processes(engine, lora_folder=str(adapters)) as running,
+    ):
+        alone = {}
+        for name in ("one", "two"):
+            (alone[name],) = {text_of(one) for one in await running.in_each("/v1/completions", **FOUR, model=name)}
+        assert alone["one"] != alone["two"]
+
+        async def ask(client: httpx.AsyncClient, name: str) -> None:
+            for _ in range(4):
+                assert text_of(await client.post("/v1/completions", json={**FOUR, "model": name})) == alone[name]
+
+        await asyncio.gather(*(ask(client, name) for client in running.each for name in alone))
+
+
+async def test_an_engine_that_was_closed_is_still_answered_for(model: Path) -> None:
+    async with (
+        create_engine("transformers", model=str(model), isolation="inline") as engine,
+        two_processes(engine) as running,
+    ):
+        pids = {process.pid for process in running.front_ends().values()}
+        await engine.teardown()
+        for answer in await running.in_each("/v1/completions", **FOUR):
+            assert answer.status_code == 500, answer.text
+        assert (await running.client.get("/health")).status_code == 503
+        assert (await running.client.get("/status")).json()["state"] == "closed"
+        assert {process.pid for process in running.front_ends().values()} == pids
+
+
+async def test_a_front_end_that_is_killed_is_started_again(
+    served: InferenceEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with two_processes(served, sessions=SessionConfig(most_sessions=9)) as running:
+        names = [f"kept-{number}" for number in range(4)]
+        for name in names:
+            await running.client.post(f"/sessions/{name}/v1/chat/completions", json=CHAT)
+        kept = {one["session_id"] for one in (await running.each[0].get("/sessions")).json()["sessions"]}
+        assert 0 < len(kept) < 4
+        counted = await running.answered("/sessions/{session}/v1/chat/completions")
+        path, killed = min(running.front_ends().items())
+        asking = asyncio.create_task(running.each[0].post("/v1/completions", json=LONG))
+        await until_running(served, 1)
+        killed.kill()
+        with pytest.raises(httpx.TransportError):
+            await asking
+        await until_idle(served)
+        await until(lambda: running.front_ends().get(path) not in (None, killed))
+        assert f"front-end 0 (process {killed.pid}) ended with status -9" in caplog.text
+        await running.look()
+        for name in names:
+            status = (await running.client.get(f"/sessions/{name}/trajectory")).status_code
+            assert status == (404 if name in kept else 200), name
+        assert {answer.status_code for answer in await running.in_each("/v1/completions", **FOUR)} == {200}
+        assert await running.answered("/sessions/{session}/v1/chat/completions") == counted
+    assert not running.front_ends()
