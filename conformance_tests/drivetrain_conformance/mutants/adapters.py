@@ -20,7 +20,6 @@ from drivetrain.engine.adapters import Adapters
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.engine.requests_in_flight import RequestsInFlight
 from drivetrain.errors import EngineStartError, InvalidRequest, NonFiniteLogits, TooManyAdapters
-from drivetrain.types.config import EngineConfig
 from drivetrain.types.outputs import FinishReason
 from drivetrain.types.weights import (
     CommitUpdate,
@@ -39,6 +38,7 @@ from drivetrain_conformance.mutants.spoil import (
     after,
     fifos_in,
     joined,
+    own,
     params_mutant,
     request_mutant,
     waits_in_open,
@@ -90,9 +90,7 @@ def drops_top_k_beside_an_adapter(request: GenerateRequest) -> Mapping[str, obje
 class loses_adapters_in_flight_when_another_comes(KnowingRequests):
     """Requests in flight continue without their adapter once another one is loaded."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._lost: set[str] = set()
+    _lost: set[str] = own(set)
 
     async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool) -> None:
         await super().load_lora_adapter(lora_name, lora_path, pinned)
@@ -111,9 +109,7 @@ class _HoldingAdapters(CorrectBackend):
 
     most: int
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._using: list[str] = []
+    _using: list[str] = own(list)
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         if request.lora is None or len({*self._using, request.lora}) > self.most:
@@ -142,9 +138,7 @@ class holds_five_adapters_at_once(_HoldingAdapters):
 class _ByShortName(CorrectBackend):
     """Knows adapters by a part of their names: a request gets the first that was loaded of those that share it."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._loaded: list[str] = []
+    _loaded: list[str] = own(list)
 
     def short(self, name: str) -> str:
         """Return the part of the name that counts."""
@@ -203,10 +197,8 @@ class fails_the_whole_batch(CorrectBackend):
 class updates_without_the_adapter(CorrectBackend):
     """Requests that are frozen for an update of the base continue without their adapter."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._adapted: set[str] = set()
-        self._ended: set[str] = set()
+    _adapted: set[str] = own(set)
+    _ended: set[str] = own(set)
 
     async def receive_weights(self, message: WeightMessage) -> WeightReply:
         reply = await super().receive_weights(message)
@@ -233,9 +225,7 @@ class updates_without_the_adapter(CorrectBackend):
 class reads_an_adapters_folder_once(CorrectBackend):
     """A folder that was loaded before is served as it was then."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._copies: dict[str, tempfile.TemporaryDirectory[str]] = {}
+    _copies: dict[str, tempfile.TemporaryDirectory[str]] = own(dict)
 
     async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool) -> None:
         if lora_path not in self._copies:
@@ -248,10 +238,8 @@ class reads_an_adapters_folder_once(CorrectBackend):
 class knows_adapters_by_slot(CorrectBackend):
     """The cache knows an adapter by one of eight slots, and takes a prompt for that of the slot's last adapter."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._loads = 0
-        self._known: dict[tuple[int, str], GenerateResult] = {}
+    _loads = 0
+    _known: dict[tuple[int, str], GenerateResult] = own(dict)
 
     async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool) -> None:
         await super().load_lora_adapter(lora_name, lora_path, pinned)
@@ -270,10 +258,8 @@ class knows_adapters_by_slot(CorrectBackend):
 class knows_adapters_by_their_form(CorrectBackend):
     """The cache takes an adapter for the last one of the same rank, scale and layers, whose memory it reuses."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._forms: dict[str, str] = {}
-        self._known: dict[str, GenerateResult] = {}
+    _forms: dict[str, str] = own(dict)
+    _known: dict[str, GenerateResult] = own(dict)
 
     async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool) -> None:
         await super().load_lora_adapter(lora_name, lora_path, pinned)
@@ -293,9 +279,7 @@ class knows_adapters_by_their_form(CorrectBackend):
 class keeps_prompt_scores_by_the_name(CorrectBackend):
     """Prompt logprobs are kept by the prompt and the adapter's name, also when the name comes back for another."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._scores: dict[tuple[object, ...], list[float | None] | None] = {}
+    _scores: dict[tuple[object, ...], list[float | None] | None] = own(dict)
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         result = await super().generate(request)
@@ -716,9 +700,7 @@ class serves_the_last_push_for_all(CorrectBackend):
 class keeps_the_tensors_of_the_first_push(CorrectBackend):
     """Later pushes of an adapter load the tensors of its first push again."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._first: dict[str, Tensors] = {}
+    _first: dict[str, Tensors] = own(dict)
 
     async def load_lora_tensors(self, lora_name: str, update: WeightUpdateRequest, pinned: bool) -> None:
         def stay(_: object, tensors: Tensors) -> None:
@@ -732,10 +714,8 @@ class keeps_the_tensors_of_the_first_push(CorrectBackend):
 class keeps_the_slot_of_a_load_given_up(CorrectBackend):
     """A load that is cancelled takes a slot for good."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._in_slots: set[str] = set()
-        self._given_up = 0
+    _in_slots: set[str] = own(set)
+    _given_up = 0
 
     async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool) -> None:
         if len(self._in_slots) + self._given_up > (self.config.max_loras or 8):
@@ -756,9 +736,7 @@ class keeps_the_slot_of_a_load_given_up(CorrectBackend):
 class evicts_an_adapter_for_a_load_given_up(CorrectBackend):
     """A load that is cancelled evicts the oldest adapter, whose requests are then answered by the base."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._oldest_first: list[str] = []
+    _oldest_first: list[str] = own(list)
 
     async def load_lora_tensors(self, lora_name: str, update: WeightUpdateRequest, pinned: bool) -> None:
         await super().load_lora_tensors(lora_name, update, pinned)
@@ -799,9 +777,7 @@ class serves_an_adapter_whose_unload_was_cancelled(Adapters):
 class keeps_refused_tensors(CorrectBackend):
     """Every adapter that is refused as tensors stays in memory."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._kept: list[bytes] = []
+    _kept: list[bytes] = own(list)
 
     async def load_lora_tensors(self, lora_name: str, update: WeightUpdateRequest, pinned: bool) -> None:
         try:
@@ -840,9 +816,7 @@ class publishes_a_refused_push(InferenceEngine):
 class saves_layers_under_the_adapters_names(CorrectBackend):
     """A model that is saved while an adapter is loaded has the names that its layers have beneath the adapter."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._adapted = 0
+    _adapted = 0
 
     async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool) -> None:
         await super().load_lora_adapter(lora_name, lora_path, pinned)
@@ -873,9 +847,7 @@ def _rename_layers(folder: Path) -> None:
 class finds_streamed_prompts_without_their_adapter(CorrectBackend):
     """The cached prefix of a prompt streamed with an adapter is found by requests of the base model."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._streamed: set[tuple[int, ...]] = set()
+    _streamed: set[tuple[int, ...]] = own(set)
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
         if request.lora is not None:

@@ -32,6 +32,7 @@ from drivetrain_conformance.mutants.spoil import (
     asking,
     cut,
     joined,
+    own,
     params_mutant,
     request_mutant,
     resubmitting,
@@ -78,9 +79,7 @@ def _only_in_updates(
     class Wrong(CorrectBackend):
         """Freezes by a pause as it should."""
 
-        def __init__(self, config: EngineConfig) -> None:
-            super().__init__(config)
-            self._updating = False
+        _updating = False
 
         async def apply_weights(self, update: ApplyUpdate) -> WeightReply:
             self._updating = True
@@ -156,9 +155,7 @@ def matches_stop_strings_from_a_retraction_on(request: GenerateRequest) -> Gener
 class counts_what_a_retraction_recomputed(KnowingRequests):
     """A retracted request counts its own output among the cached tokens of its prompt."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._retracted: set[str] = set()
+    _retracted: set[str] = own(set)
 
     async def freeze(self, mode: PauseMode) -> None:
         await super().freeze(mode)
@@ -183,9 +180,7 @@ def loses_the_alternatives_of_the_aborted(request: GenerateRequest, result: Gene
 class scores_prompts_by_the_first_weights(CorrectBackend):
     """Prompt logprobs are cached, and stay the same after the weights changed."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._known: dict[tuple[int, ...], list[float | None] | None] = {}
+    _known: dict[tuple[int, ...], list[float | None] | None] = own(dict)
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         result = await super().generate(request)
@@ -237,10 +232,8 @@ def inheriting(
     class Wrong(CorrectBackend):
         """Changes requests in flight."""
 
-        def __init__(self, config: EngineConfig) -> None:
-            super().__init__(config)
-            self._flying: list[GenerateRequest] = []
-            self._ended: dict[str, list[GenerateRequest]] = {}
+        _flying: list[GenerateRequest] = own(list)
+        _ended: dict[str, list[GenerateRequest]] = own(dict)
 
         async def generate(self, request: GenerateRequest) -> GenerateResult:
             self._flying.append(request)
@@ -406,9 +399,7 @@ def passes_on_a_hundred_biases(request: GenerateRequest) -> Mapping[str, object]
 class penalises_no_cached_prompt(CorrectBackend):
     """A repetition penalty has no effect if the prompt is cached."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._cached: set[tuple[int, ...]] = set()
+    _cached: set[tuple[int, ...]] = own(set)
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         prompt = tuple(request.prompt_token_ids)
@@ -826,9 +817,7 @@ def forgets_the_adapter_where_states_are_asked_for(request: GenerateRequest) -> 
 class hands_states_out_by_their_order(KnowingRequests):
     """Beside a request that asks for no hidden states, another gets the states of a wrong row."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._without: set[str] = set()
+    _without: set[str] = own(set)
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         if not request.params.return_hidden_states:
@@ -888,9 +877,7 @@ class attends_to_padding_in_a_grown_cache(KnowingRequests):
 class keeps_the_cache_of_the_aborted(CorrectBackend):
     """The prompt of an aborted request is found in the cache, though older weights had computed it."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._aborted: set[tuple[int, ...]] = set()
+    _aborted: set[tuple[int, ...]] = own(set)
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         result = await super().generate(request)
