@@ -104,35 +104,20 @@ class loses_adapters_in_flight_when_another_comes(KnowingRequests):
         return joined(first, await super().generate(dataclasses.replace(after(request, first), lora=None)))
 
 
-class _HoldingAdapters(CorrectBackend):
-    """Answers requests of further adapters by the model without them, while others are in flight."""
-
-    most: int
+@mutant("lora/requests_in_flight_use_different_adapters", says="nats below the most likely one")
+class holds_five_adapters_at_once(CorrectBackend):
+    """While requests of five adapters are in flight, those of a sixth are answered by the model without it."""
 
     _using: list[str] = own(list)
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        if request.lora is None or len({*self._using, request.lora}) > self.most:
+        if request.lora is None or len({*self._using, request.lora}) > 5:
             return await super().generate(dataclasses.replace(request, lora=None))
         self._using.append(request.lora)
         try:
             return await super().generate(request)
         finally:
             self._using.remove(request.lora)
-
-
-@mutant("lora/requests_in_flight_use_different_adapters", says="nats below the most likely one")
-class holds_two_adapters_at_once(_HoldingAdapters):
-    """While requests of two adapters are in flight, those of a third are answered by the model without it."""
-
-    most = 2
-
-
-@mutant("lora/requests_in_flight_use_different_adapters", says="nats below the most likely one")
-class holds_five_adapters_at_once(_HoldingAdapters):
-    """While requests of five adapters are in flight, those of a sixth are answered by the model without it."""
-
-    most = 5
 
 
 class _ByShortName(CorrectBackend):

@@ -377,18 +377,6 @@ def takes_seeds_modulo_32_bits(request: GenerateRequest) -> GenerateRequest:
     return dataclasses.replace(request, seed=None if request.seed is None else request.seed % 2**32)
 
 
-@request_mutant("sampling/another_seed_draws_otherwise", says="alike")
-def takes_seeds_as_floats(request: GenerateRequest) -> GenerateRequest:
-    """A seed passes through a float64, which keeps 53 bits of it."""
-    return dataclasses.replace(request, seed=None if request.seed is None else min(int(float(request.seed)), 2**63 - 1))
-
-
-@params_mutant("sampling/greedy_follows_the_logit_bias", says="below the best after penalties and bias")
-def passes_on_a_few_biases(request: GenerateRequest) -> Mapping[str, object]:
-    """Only the first 32 tokens of a logit_bias are passed on."""
-    return {"logit_bias": dict([*request.params.logit_bias.items()][:32])}
-
-
 @params_mutant("sampling/greedy_follows_the_logit_bias", says="below the best after penalties and bias")
 def passes_on_a_hundred_biases(request: GenerateRequest) -> Mapping[str, object]:
     """Only the first 100 tokens of a logit_bias are passed on."""
@@ -438,30 +426,6 @@ def _last_of_each_kind(
 ) -> tuple[LogitProcessor, ...]:
     last = {type(one): one for one in processors}
     return tuple(one for one in processors if not isinstance(one, kinds) or one is last[type(one)])
-
-
-@params_mutant("sampling/disallowed_tokens_are_never_drawn", says="below the best after penalties and bias")
-def disallows_a_few_tokens(request: GenerateRequest) -> Mapping[str, object]:
-    """Only the first 64 disallowed tokens are left out."""
-
-    def shorter(processor: LogitProcessor) -> LogitProcessor:
-        if not isinstance(processor, DisallowedTokens):
-            return processor
-        return processor.model_copy(update={"token_ids": processor.token_ids[:64]})
-
-    return {"logit_processors": tuple(map(shorter, request.params.logit_processors))}
-
-
-@params_mutant("sampling/an_action_mask_allows_nothing_else", says="below the best after penalties and bias")
-def allows_a_few_tokens(request: GenerateRequest) -> Mapping[str, object]:
-    """Only the first 64 tokens of an action mask may be drawn."""
-
-    def shorter(processor: LogitProcessor) -> LogitProcessor:
-        if not isinstance(processor, ActionMask):
-            return processor
-        return processor.model_copy(update={"allowed_token_ids": processor.allowed_token_ids[:64]})
-
-    return {"logit_processors": tuple(map(shorter, request.params.logit_processors))}
 
 
 @params_mutant("stop/a_stop_regex_ends_generation_at_the_first_text_that_has_a_match", says="did not end a text of")
@@ -520,12 +484,6 @@ def caps_top_k(request: GenerateRequest) -> Mapping[str, object]:
 def caps_the_temperature(request: GenerateRequest) -> Mapping[str, object]:
     """A temperature above 2 is reduced to 2."""
     return {"temperature": min(request.params.temperature, 2.0)}
-
-
-@params_mutant("logprob/temperature_is_what_a_trainer_recomputes", says="in mode temperature at temperature 0.03 is")
-def takes_low_temperatures_for_greedy(request: GenerateRequest) -> Mapping[str, object]:
-    """A temperature below 0.05 is greedy."""
-    return {"temperature": request.params.temperature if request.params.temperature >= 0.05 else 0.0}
 
 
 @result_mutant("sampling/logit_bias_is_added", says="draws found")

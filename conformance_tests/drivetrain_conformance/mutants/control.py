@@ -248,26 +248,6 @@ class takes_any_pause_mode(InferenceEngine):
 # Sleep ---------------------------------------------------------------------------------------------------------------
 
 
-@mutant("sleep/weights_can_change_while_the_cache_sleeps", says="and its completions are labelled")
-class labels_by_the_configuration_after_a_sleep(CorrectBackend):
-    """After a sleep, tokens have the version that the configuration gave the first weights."""
-
-    async def sleep(self, tags: frozenset[MemoryTag]) -> None:
-        await super().sleep(tags)
-        await self.set_weight_version(self.config.weight_version)
-
-
-@mutant("sleep/the_memory_of_the_cache_comes_back", says="MiB came back, of")
-class gives_no_memory_back(CorrectBackend):
-    """Sleep is acknowledged, and all memory stays where it is."""
-
-    async def sleep(self, tags: frozenset[MemoryTag]) -> None:
-        pass
-
-    async def wake_up(self, tags: frozenset[MemoryTag]) -> None:
-        pass
-
-
 @mutant("sleep/the_memory_of_the_cache_comes_back", says="MiB came back, of")
 class gives_half_of_the_memory_back(CorrectBackend):
     """While the cache sleeps, half of its memory is held for something else."""

@@ -385,15 +385,6 @@ class reads_adapters_in_the_event_loop(CorrectBackend):
 
 
 @mutant("growth/requests_do_not_hold_the_event_loop", says="the event loop stood still")
-class waits_in_the_event_loop(CorrectBackend):
-    """A request blocks the event loop by sleeping."""
-
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
-        time.sleep(0.7)  # noqa: ASYNC251 - the mutant's fault
-        return await super().generate(request)
-
-
-@mutant("growth/requests_do_not_hold_the_event_loop", says="the event loop stood still")
 class reads_long_prompts_in_the_event_loop(CorrectBackend):
     """A request blocks the event loop for a quarter of a millisecond per token of its prompt."""
 

@@ -30,7 +30,10 @@ _T = TypeVar("_T")
 
 
 def own(kind: Callable[[], _T]) -> _T:
-    """Declare an attribute, such as ``seen: set[str] = own(set)``, of which each engine has a value of its own."""
+    """Declare an attribute of which each engine has a value of its own.
+
+    For example, ``seen: set[str] = own(set)``.
+    """
     return cast(_T, cached_property(lambda _: kind()))
 
 
