@@ -10,7 +10,7 @@ import importlib
 from drivetrain.lazy_imports import names_of_stub
 
 _MODULE_OF = names_of_stub(__file__)
-__all__ = [*_MODULE_OF, "__version__"]
+__all__ = [*_MODULE_OF, "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> object:

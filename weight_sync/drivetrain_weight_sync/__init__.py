@@ -12,7 +12,7 @@ from drivetrain.checks.extras import from_extra
 from drivetrain.lazy_imports import names_of_stub
 
 _MODULE_OF = names_of_stub(__file__)
-__all__ = [*_MODULE_OF]
+__all__ = [*_MODULE_OF]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> object:
