@@ -192,7 +192,7 @@ class scores_prompts_by_the_first_weights(CorrectBackend):
 
 @params_mutant("logprob/processed_follows_everything_at_once", says="in mode processed at temperature")
 def runs_a_schedule_past_its_end(request: GenerateRequest) -> Mapping[str, object]:
-    """A temperature schedule goes on as it began after its last step, until the temperature is almost 0."""
+    """After its last step a temperature schedule goes on at the same rate, until the temperature is almost 0."""
 
     def prolonged(processor: LogitProcessor) -> LogitProcessor:
         if not isinstance(processor, TemperatureSchedule) or processor.steps < 2:
@@ -224,7 +224,7 @@ _SHORT = 12
 def inheriting(
     sound: type[Backend], change: Callable[[GenerateRequest, GenerateRequest], GenerateRequest]
 ) -> type[Backend]:
-    """Return a backend that changes the rest of a request once others that came before it have ended.
+    """Return a backend that changes the rest of a request once an earlier one has ended.
 
     ``change`` is given the request for what is left and one that ended.
     """
@@ -264,7 +264,7 @@ inheriting_mutant = backend_mutants(inheriting)
     "generate/each_prompt_can_have_params_of_its_own", says=("nats below", "cannot be drawn by", "asked again")
 )
 def inherits_what_another_may_not_draw(request: GenerateRequest, ended: GenerateRequest) -> GenerateRequest:
-    """A request that takes the place of one that ended may not draw what that one could not."""
+    """A request that takes the place of an ended one may not draw the tokens that were forbidden to the ended one."""
     processors = request.params.logit_processors or ended.params.logit_processors
     params = request.params.model_copy(update={"logit_processors": processors})
     return dataclasses.replace(request, params=params)
@@ -281,7 +281,7 @@ def inherits_the_seed_of_another(request: GenerateRequest, ended: GenerateReques
 
 @request_mutant("sampling/a_seed_fixes_the_output", says="outputs differ")
 def takes_what_it_resumes_for_the_prompt(request: GenerateRequest) -> GenerateRequest:
-    """Tokens that an engine which was lost has made do not count for the seed, penalties and schedules."""
+    """Tokens that a lost engine made do not count for the seed, penalties and schedules of a resumed request."""
     return dataclasses.replace(request, resumed_tokens=0)
 
 
@@ -488,7 +488,7 @@ def caps_the_temperature(request: GenerateRequest) -> Mapping[str, object]:
 
 @result_mutant("sampling/logit_bias_is_added", says="draws found")
 def draws_with_a_coarse_random_number(request: GenerateRequest, result: GenerateResult) -> GenerateResult:
-    """At a high temperature one unlikely token in 32 is drawn, for its neighbours too."""
+    """At a high temperature one unlikely token in 32 is drawn, in place of its 31 neighbours too."""
     bias = request.params.logit_bias
     if request.params.temperature < 2 or not bias:
         return result
@@ -515,7 +515,7 @@ def caps_the_repetition_penalty(request: GenerateRequest) -> Mapping[str, object
 
 @params_mutant("sampling/greedy_follows_the_repetition_penalty", says="below the best after penalties and bias")
 def penalises_the_end_of_a_prompt(request: GenerateRequest) -> Mapping[str, object]:
-    """A repetition penalty hardly sees the tokens that only the beginning of a long prompt holds."""
+    """A repetition penalty hardly counts tokens that a long prompt holds only at its beginning."""
     penalty, prompt = request.params.repetition_penalty, request.prompt_token_ids
     if penalty == 1:
         return {}
@@ -525,7 +525,7 @@ def penalises_the_end_of_a_prompt(request: GenerateRequest) -> Mapping[str, obje
 
 @params_mutant("sampling/greedy_follows_penalties_and_bias_together", says="below the best after penalties and bias")
 def penalises_the_beginning_of_a_prompt(request: GenerateRequest) -> Mapping[str, object]:
-    """A repetition penalty hardly sees the tokens that a prompt holds beyond its first 512 alone."""
+    """A repetition penalty hardly counts tokens that a prompt holds only after its first 512."""
     params, prompt = request.params, request.prompt_token_ids
     if params.repetition_penalty == 1:
         return {}
@@ -575,7 +575,7 @@ def takes_negative_priorities_for_none(request: GenerateRequest) -> GenerateRequ
 
 @mutant("abort/what_waits_its_turn_can_be_aborted", says="it began after the weights were renamed")
 class labels_requests_as_they_come(CorrectBackend):
-    """The first tokens of a request carry the weight version of the time when it was submitted."""
+    """The first tokens of a request carry the weight version that was served when it was submitted."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
@@ -697,7 +697,7 @@ class forgets_what_was_drawn_very_long_ago(forgets_what_was_drawn_long_ago):
 
 @request_mutant("logprob/temperature_is_what_a_trainer_recomputes", says="in mode temperature at temperature 0.8 is")
 def holds_back_before_it_counts(request: GenerateRequest) -> GenerateRequest:
-    """Before min_new_tokens, logprobs in mode temperature are those of the distribution without EOS."""
+    """Before min_new_tokens, logprobs in mode temperature leave EOS out of the distribution."""
     masks = request.params.min_new_tokens and request.logprobs_mode is LogprobsMode.TEMPERATURE
     return dataclasses.replace(request, logprobs_mode=LogprobsMode.PROCESSED) if masks else request
 
@@ -710,14 +710,14 @@ def holds_back_eos_alone(request: GenerateRequest) -> Mapping[str, object]:
 
 @params_mutant("logprob/prompt_logprobs_name_the_likely_tokens", says="expected 3 tokens, got 1")
 def gives_a_prompt_the_alternatives_of_its_output(request: GenerateRequest) -> Mapping[str, object]:
-    """Where output tokens have alternatives, a prompt's tokens have as many."""
+    """A prompt's tokens come with as many alternatives as were asked for the output's."""
     params = request.params
     return {"prompt_logprobs": params.logprobs} if params.logprobs and params.prompt_logprobs is not None else {}
 
 
 @params_mutant("sampling/processors_act_together", says="below the best after penalties and bias")
 def disallows_tokens_by_a_bias(request: GenerateRequest) -> Mapping[str, object]:
-    """Disallowed tokens have a bias of -100 instead, so a larger one of the request allows them again."""
+    """Disallowed tokens get a bias of -100, so a larger bias of the request allows them again."""
     ruled_out, bias = request.params.disallowed_token_ids, request.params.logit_bias
     others = tuple(one for one in request.params.logit_processors if not isinstance(one, DisallowedTokens))
     lowered = {token: bias.get(token, 0.0) - 100.0 for token in ruled_out}
@@ -773,7 +773,7 @@ def forgets_the_adapter_where_states_are_asked_for(request: GenerateRequest) -> 
 
 @mutant("hidden_states/states_do_not_depend_on_the_batch_or_the_cache", says="a state is off by")
 class hands_states_out_by_their_order(KnowingRequests):
-    """Beside a request that asks for no hidden states, another gets the states of a wrong row."""
+    """Beside a request that asks for no hidden states, other requests get the states of a wrong row."""
 
     _without: set[str] = own(set)
 

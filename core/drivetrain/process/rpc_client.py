@@ -179,7 +179,7 @@ class RpcClient(asyncio.Protocol):
         try:
             reply.set_result(method.result.decode(message.result))
         except WireError as error:
-            reply.set_exception(WireError(f"the engine's {method.name} returned a value that is not of its declared type: {error}"))
+            reply.set_exception(WireError(f"the engine's {method.name} returned another type than declared: {error}"))
 
     def _not_for_a_call(self, what: str, call_id: int) -> None:
         """Fail a plain call that got a message meant for streams, as no reply will follow."""
@@ -198,7 +198,7 @@ class RpcClient(asyncio.Protocol):
         except WireError as error:
             del self._streams[message.id]
             self._send(Cancel(message.id))
-            stream.end(WireError(f"what the engine's {stream.method.name} yielded is not what it says: {error}"))
+            stream.end(WireError(f"the engine's {stream.method.name} yielded another type than declared: {error}"))
 
     def _failed(self, message: Failure) -> None:
         error = self._exception(message)
