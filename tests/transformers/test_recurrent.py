@@ -97,6 +97,19 @@ async def test_cycles_of_sleep_change_no_answer(engine: InferenceEngine, model: 
         require_logprobs(oracle.load(model), completion)
 
 
+async def test_a_training_step_with_weights_asleep(model: Path) -> None:
+    async with create_engine("transformers", model=str(model), device="cpu") as engine:
+        await engine.generate(PROMPTS, SHORT)
+        await engine.sleep()
+        policy = changed(model)
+        await engine.wake_up([MemoryTag.WEIGHTS])
+        async with WeightSync.connect(policy, engine) as sync:
+            await sync.push(version="step-1")
+        await engine.wake_up()
+        for completion in (await engine.generate(PROMPTS, SHORT)).completions:
+            require_logprobs(policy, completion)
+
+
 async def test_a_prompt_that_comes_again_and_a_further_turn_reuse_states(engine: InferenceEngine, model: Path) -> None:
     first = (await engine.generate(PROMPTS, SHORT)).completions
     again = (await engine.generate(PROMPTS, SHORT)).completions
