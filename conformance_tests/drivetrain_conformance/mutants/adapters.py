@@ -22,11 +22,8 @@ from drivetrain.engine.requests_in_flight import RequestsInFlight
 from drivetrain.errors import EngineStartError, InvalidRequest, NonFiniteLogits, TooManyAdapters
 from drivetrain.types.outputs import FinishReason
 from drivetrain.types.weights import (
-    CommitUpdate,
     LoraTensors,
     WeightManifest,
-    WeightMessage,
-    WeightReply,
     WeightUpdateRequest,
 )
 from drivetrain_conformance.assets.made_adapters import Adapter, change_adapter
@@ -176,34 +173,6 @@ class fails_the_whole_batch(CorrectBackend):
         if self.failed > before:
             raise non_finite_logits(request, 0)
         return result
-
-
-@mutant("lora/the_base_is_updated_beneath_an_adapter", says="nats below")
-class updates_without_the_adapter(CorrectBackend):
-    """Requests that are frozen for an update of the base continue without their adapter."""
-
-    _adapted: set[str] = own(set)
-    _ended: set[str] = own(set)
-
-    async def receive_weights(self, message: WeightMessage) -> WeightReply:
-        reply = await super().receive_weights(message)
-        if isinstance(message, CommitUpdate):
-            self._ended |= self._adapted
-            await super().abort(list(self._adapted))
-        return reply
-
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
-        if request.lora is None:
-            return await super().generate(request)
-        self._adapted.add(request.request_id)
-        try:
-            first = await super().generate(request)
-        finally:
-            self._adapted.discard(request.request_id)
-        if request.request_id not in self._ended:
-            return first
-        self._ended.discard(request.request_id)
-        return joined(first, await super().generate(dataclasses.replace(after(request, first), lora=None)))
 
 
 @mutant("lora/a_name_may_come_back_as_another_adapter", says=("nats below", "nats off that of the merged model"))

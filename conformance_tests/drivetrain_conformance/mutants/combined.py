@@ -102,6 +102,14 @@ def restarts_the_seed_at_an_update(request: GenerateRequest) -> GenerateRequest 
     return None if request.seed is None else request
 
 
+@backend_mutants(partial(_only_in_updates, PauseMode.RETRACT))(
+    "lora/the_base_is_updated_beneath_an_adapter", says="nats below"
+)
+def updates_without_the_adapter(request: GenerateRequest) -> GenerateRequest | None:
+    """A request that was retracted for an update of the base continues without its adapter."""
+    return dataclasses.replace(request, lora=None) if request.lora else None
+
+
 @backend_mutants(partial(_only_in_updates, PauseMode.IN_PLACE))(
     "weight_sync/frozen_requests_go_on_where_they_were", says="nats below"
 )
