@@ -843,13 +843,13 @@ class attends_to_padding_in_a_grown_cache(KnowingRequests):
 class keeps_the_cache_of_the_aborted(CorrectBackend):
     """The prompt of an aborted request is found in the cache, though older weights had computed it."""
 
-    _aborted: set[tuple[int, ...]] = own(set)
+    _left_in_cache: set[tuple[int, ...]] = own(set)
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         result = await super().generate(request)
         prompt = tuple(request.prompt_token_ids)
         if result.finish_reason is FinishReason.ABORT:
-            self._aborted.add(prompt)
-        elif prompt in self._aborted:
+            self._left_in_cache.add(prompt)
+        elif prompt in self._left_in_cache:
             return dataclasses.replace(result, cached_tokens=max(result.cached_tokens, len(prompt) // 2))
         return result
