@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -25,3 +26,17 @@ def forked_hosts() -> Iterator[None]:
     """Engines' host processes are forked, as those of the conformance suite: spawned ones import for seconds."""
     with warm_python.forked_hosts():
         yield
+
+
+@pytest.fixture(scope="session")
+def model() -> Path:
+    from drivetrain.testing import tiny_model  # imports torch, which most tests do without
+
+    return tiny_model("qwen2")
+
+
+@pytest.fixture(scope="session")
+def other_model() -> Path:
+    from drivetrain.testing import tiny_model
+
+    return tiny_model("qwen2", seed=1)

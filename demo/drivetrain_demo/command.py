@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -19,7 +20,10 @@ from drivetrain_demo.report import document, summary, write_plot
 from drivetrain_demo.result import DemoResult
 from drivetrain_demo.settings import MIN_STEPS_TO_JUDGE, OTHER_POLICY, TINY_POLICY, Settings
 
-POLICY, ROLLOUT, TRAINING, CHECKS, OUTPUT = "Policy and engine", "Rollout", "Training", "Checks", "Output"
+_policy, _rollout, _training, _checks, _output = (
+    partial(typer.Option, rich_help_panel=panel)
+    for panel in ("Policy and engine", "Rollout", "Training", "Checks", "Output")
+)
 INTERRUPTED = 130
 
 
@@ -28,169 +32,101 @@ def _by_policy(name: str) -> str:
 
 
 def demo(
-    backend: Annotated[
-        str, typer.Option(help="The engine: a backend's name, or a YAML file.", rich_help_panel=POLICY)
-    ] = "transformers",
-    isolation: Annotated[
-        Isolation | None,
-        typer.Option(help="Where the engine runs.", show_default="the backend's", rich_help_panel=POLICY),
-    ] = None,
+    backend: Annotated[str, _policy(help="The engine: a backend's name, or a YAML file.")] = "transformers",
+    isolation: Annotated[Isolation | None, _policy(help="Where the engine runs.", show_default="the backend's")] = None,
     model: Annotated[
         str | None,
-        typer.Option(
+        _policy(
             metavar="DIR_OR_ID",
             help="Any causal language model.",
             show_default="a tiny one, made on the spot with random weights",
-            rich_help_panel=POLICY,
         ),
     ] = None,
     engine_fields: Annotated[
         list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="FIELD=VALUE",
-            help="Any further field of the engine's configuration, as YAML; repeatable.",
-            rich_help_panel=POLICY,
+        _policy(
+            "--set", metavar="FIELD=VALUE", help="Any further field of the engine's configuration, as YAML; repeatable."
         ),
     ] = None,
-    engines: Annotated[
-        int, typer.Option(min=1, help="Number of engines; more than one are a fleet.", rich_help_panel=POLICY)
-    ] = 1,
+    engines: Annotated[int, _policy(min=1, help="Number of engines; more than one are a fleet.")] = 1,
     prompts: Annotated[
         Path | None,
-        typer.Option(
+        _rollout(
             metavar="FILE",
             help='One JSON object per line: {"prompt": "3 + 4 =", "answer": 7}.',
             show_default="a shipped file of sums",
-            rich_help_panel=ROLLOUT,
         ),
     ] = None,
     chat: Annotated[
         bool | None,
-        typer.Option(
+        _rollout(
             "--chat/--text",
             help="Send prompts as a user's message, or as text to go on with. ",
             show_default="chat, if --model is given and has a chat template",
-            rich_help_panel=ROLLOUT,
         ),
     ] = None,
     prompts_per_step: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Prompts in one rollout.",
-            show_default=_by_policy("prompts_per_step"),
-            rich_help_panel=ROLLOUT,
-        ),
+        int | None, _rollout(min=1, help="Prompts in one rollout.", show_default=_by_policy("prompts_per_step"))
     ] = None,
     n: Annotated[
-        int | None,
-        typer.Option(
-            "--n", min=2, help="Completions per prompt.", show_default=_by_policy("n"), rich_help_panel=ROLLOUT
-        ),
+        int | None, _rollout("--n", min=2, help="Completions per prompt.", show_default=_by_policy("n"))
     ] = None,
     max_new_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Most tokens of one completion.",
-            show_default=_by_policy("max_new_tokens"),
-            rich_help_panel=ROLLOUT,
-        ),
+        int | None, _rollout(min=1, help="Most tokens of one completion.", show_default=_by_policy("max_new_tokens"))
     ] = None,
-    temperature: Annotated[float, typer.Option(min=0.01, help="Divides the logits.", rich_help_panel=ROLLOUT)] = 1.0,
+    temperature: Annotated[float, _rollout(min=0.01, help="Divides the logits.")] = 1.0,
     steps: Annotated[
         int | None,
-        typer.Option(
-            min=0,
-            help="Rollouts that are trained on; one more follows.",
-            show_default=_by_policy("steps"),
-            rich_help_panel=TRAINING,
-        ),
+        _training(min=0, help="Rollouts that are trained on; one more follows.", show_default=_by_policy("steps")),
     ] = None,
     learning_rate: Annotated[
-        float | None,
-        typer.Option(min=0.0, help="Of AdamW.", show_default=_by_policy("learning_rate"), rich_help_panel=TRAINING),
+        float | None, _training(min=0.0, help="Of AdamW.", show_default=_by_policy("learning_rate"))
     ] = None,
     minibatches: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Optimizer steps per rollout.",
-            show_default=_by_policy("minibatches"),
-            rich_help_panel=TRAINING,
-        ),
+        int | None, _training(min=1, help="Optimizer steps per rollout.", show_default=_by_policy("minibatches"))
     ] = None,
-    micro_batch: Annotated[
-        int, typer.Option(min=1, help="Most completions in one forward pass.", rich_help_panel=TRAINING)
-    ] = 64,
+    micro_batch: Annotated[int, _training(min=1, help="Most completions in one forward pass.")] = 64,
     entropy_weight: Annotated[
         float | None,
-        typer.Option(
-            min=0.0,
-            help="Of the entropy in the loss; decays to 0.",
-            show_default=_by_policy("entropy_weight"),
-            rich_help_panel=TRAINING,
-        ),
+        _training(min=0.0, help="Of the entropy in the loss; decays to 0.", show_default=_by_policy("entropy_weight")),
     ] = None,
     max_grad_norm: Annotated[
         float | None,
-        typer.Option(
-            min=0.0,
-            help="Longer gradients are shortened to this.",
-            show_default=_by_policy("max_grad_norm"),
-            rich_help_panel=TRAINING,
-        ),
+        _training(min=0.0, help="Longer gradients are shortened to this.", show_default=_by_policy("max_grad_norm")),
     ] = None,
     seed: Annotated[
-        int,
-        typer.Option(
-            min=0, max=2**31 - 1, help="Of the policy, the prompts' order and the sampling.", rich_help_panel=TRAINING
-        ),
+        int, _training(min=0, max=2**31 - 1, help="Of the policy, the prompts' order and the sampling.")
     ] = 0,
     device: Annotated[
         str | None,
-        typer.Option(
-            help="Where the trainer's copy of the model lies.",
-            show_default="cuda if there is one, else cpu",
-            rich_help_panel=TRAINING,
-        ),
+        _training(help="Where the trainer's copy of the model lies.", show_default="cuda if there is one, else cpu"),
     ] = None,
     threads: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            help="Threads of torch in this process.",
-            show_default="1; with --model torch's own choice",
-            rich_help_panel=TRAINING,
-        ),
+        _training(min=1, help="Threads of torch in this process.", show_default="1; with --model torch's own choice"),
     ] = None,
     logprob_tolerance: Annotated[
         float | None,
-        typer.Option(
+        _checks(
             min=0.0,
             help="Most that engine and trainer may differ, in nats. ",
             show_default="0.001 for a float32 engine, 0.2 for float16, 0.5 for bfloat16",
-            rich_help_panel=CHECKS,
         ),
     ] = None,
     expect_rise: Annotated[
         bool | None,
-        typer.Option(
+        _checks(
             "--expect-rise/--no-expect-rise",
             help=f"Fail if the reward does not rise; needs {MIN_STEPS_TO_JUDGE} steps. ",
             show_default="expected, unless --model or --prompts is given",
-            rich_help_panel=CHECKS,
         ),
     ] = None,
-    min_rise: Annotated[float, typer.Option(help="How much the mean reward is to rise.", rich_help_panel=CHECKS)] = 0.2,
-    out_directory: Annotated[
-        Path, typer.Option("--out", metavar="DIR", help="Where the plot is written.", rich_help_panel=OUTPUT)
-    ] = Path("drivetrain-demo"),
-    plot: Annotated[bool, typer.Option("--plot/--no-plot", help="Draw demo.png.", rich_help_panel=OUTPUT)] = True,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON document on stdout; progress on stderr.", rich_help_panel=OUTPUT)
-    ] = False,
+    min_rise: Annotated[float, _checks(help="How much the mean reward is to rise.")] = 0.2,
+    out_directory: Annotated[Path, _output("--out", metavar="DIR", help="Where the plot is written.")] = Path(
+        "drivetrain-demo"
+    ),
+    plot: Annotated[bool, _output("--plot/--no-plot", help="Draw demo.png.")] = True,
+    as_json: Annotated[bool, _output("--json", help="One JSON document on stdout; progress on stderr.")] = False,
 ) -> None:
     """Train a small policy with GRPO against any engine: roll out, score, train, sync, roll out again.
 

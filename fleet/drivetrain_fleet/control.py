@@ -26,11 +26,11 @@ class FleetAdapter:
 
 
 class FleetControl:
-    """Pauses, puts to sleep and relabels all engines of a fleet together, and loads adapters into all.
+    """Pauses, sleeps and relabels all engines of a fleet together, and loads adapters into all of them.
 
     Args:
-        members: The fleet's.
-        seconds: For each call of a member.
+        members: The fleet's members.
+        seconds: Timeout of each call to a member.
         evict: Ends the samples of a member that is left behind.
         cache_dropped: Called for each member whose prefix cache was dropped.
     """
@@ -93,7 +93,7 @@ class FleetControl:
         self._evict(member, why)
 
     def _leave_lagging_behind(self, version: str) -> None:
-        """Make lagging members stale: such a version reaches only members that have the fleet's weights."""
+        """Make lagging members stale: a version label may only reach members that have the fleet's weights."""
         for member in self.members.servable:
             if not member.status.synced:
                 self._leave_behind(member, f"it lagged when the fleet's weights became {version!r}")
@@ -109,7 +109,7 @@ class FleetControl:
         """Pause members."""
 
         async def pause(member: Member) -> None:
-            member.held = True  # also if the answer is lost
+            member.held = True  # before the call, whose answer may be lost
             await member.calls.pause_generation(mode, None)
 
         return await self._on_each(members, pause)
@@ -157,7 +157,7 @@ class FleetControl:
                 self._evict(member, member.status.describe())
 
     async def release(self, members: Iterable[Member]) -> None:
-        """Unfreeze the requests of members after a committed update; a member that fails to becomes stale."""
+        """Unfreeze the requests of members after a committed update; a member that cannot do so becomes stale."""
         self._left_over(await self.let_go(members), "it did not go on after an update")
         require_some(self.members)
 
@@ -187,21 +187,21 @@ class FleetControl:
         self.asleep -= tags
 
     async def reset_prefix_cache(self) -> None:
-        """Let all members forget every cached prefix."""
+        """Clear every member's prefix cache."""
         outcomes = await self._on_each(self.members.serving, lambda member: member.calls.reset_prefix_cache())
         for member in outcomes.done:
             self._cache_dropped(member.name)
         self._require(outcomes, "reset_prefix_cache()", "The others have reset theirs; call it again")
 
     async def clear_hicache_storage(self) -> None:
-        """Let all members forget the storage tier of their caches."""
+        """Clear the storage tier of every member's cache."""
         outcomes = await self._on_each(self.members.serving, lambda member: member.calls.clear_hicache_storage())
         self._require(outcomes, "clear_hicache_storage()", "The others have cleared theirs; call it again")
 
     # Version -----------------------------------------------------------------------------------------------------
 
     async def relabel(self, version: str) -> None:
-        """Give the weights of all members another version; one that refuses is stale, if not all do."""
+        """Give the weights of all members another version. If only some refuse, those become stale."""
 
         async def relabel(member: Member) -> None:
             with member.changing():
@@ -255,7 +255,7 @@ class FleetControl:
         await asyncio.to_thread(self.kept.drop, name)
 
     async def update_adapter(self, request: WeightUpdateRequest, source: LoraSource, pinned: bool) -> None:
-        """Replace an adapter on all members; one that keeps the old one is stale, if not all do."""
+        """Replace an adapter on all members. If only some keep the old one, those become stale."""
 
         async def update(member: Member) -> None:
             with member.changing():
@@ -272,7 +272,7 @@ class FleetControl:
         self.adapters[source.lora_name] = FleetAdapter(path, pinned)
 
     async def align(self, member: Member) -> None:
-        """Give a member exactly the fleet's adapters; one of the same name may be another adapter."""
+        """Give a member exactly the fleet's adapters. An adapter of the same name is replaced if it is another one."""
         for name in member.engine.parts.loaded_adapters.names:
             await member.calls.unload_lora_adapter(name)
         for name, adapter in self.adapters.items():

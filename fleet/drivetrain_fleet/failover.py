@@ -82,7 +82,7 @@ class Failover:
                 version = member.status.version
                 try:
                     async with aclosing(
-                        _streamed(member, ticket.request) if exact else _whole(member, ticket)
+                        member.calls.stream(ticket.request) if exact else _whole(member, ticket)
                     ) as deltas:
                         async for delta in deltas:
                             if so_far is not None:
@@ -206,10 +206,6 @@ class Failover:
             await member.calls.abort_samples(request_ids)
         except DrivetrainError as error:
             logger.warning("%d samples could not be taken from %s: %s", len(request_ids), member.name, error)
-
-
-def _streamed(member: Member, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
-    return member.calls.stream(request)
 
 
 async def _whole(member: Member, ticket: Ticket) -> AsyncGenerator[TokenDelta, None]:

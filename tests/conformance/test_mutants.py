@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import pytest
 
-from drivetrain import Capability
+from drivetrain import Capability, EngineConfig, load_backend
 from drivetrain.backend.base import Backend
 from drivetrain.engine.controller import Controller
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.engine.parts import PartKinds
+from drivetrain.testing import tiny_model
 from drivetrain.types.outputs import GenerationOutput
 from drivetrain_conformance.mutants.registry import Mutant, mixed, registered_mutants, spoiled_backend
 from drivetrain_conformance.mutants.run import MutantResult, all_mutants, try_mutants
@@ -141,3 +143,17 @@ def test_a_mutant_is_tried_only_where_its_capability_is_claimed() -> None:
     assert list(try_mutants("transformers", [for_videos])) == []
     (missed,) = try_mutants("transformers", [dataclasses.replace(for_videos, needs=None)])
     assert not missed.caught
+
+
+def test_no_mutant_shares_the_name_of_an_attribute_with_the_backend() -> None:
+    """A mutant of whose state a backend has an attribute of the same name would write into that attribute."""
+    all_mutants()
+    config = EngineConfig(backend="transformers", model=str(tiny_model("qwen2")))
+    held = vars(load_backend("transformers")(config)).keys()
+
+    def below(kind: type[object]) -> Iterator[type[object]]:
+        yield kind
+        for one in kind.__subclasses__():
+            yield from below(one)
+
+    assert [(kind.__name__, name) for kind in below(CorrectBackend) for name in vars(kind) if name in held] == []

@@ -1,13 +1,11 @@
-"""`import drivetrain` is cheap, and its table of names, its `__all__` and the names for type checkers agree."""
+"""`import drivetrain` is cheap, and each of its names can be imported."""
 
 from __future__ import annotations
 
-import ast
 import importlib
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import drivetrain
 
@@ -44,37 +42,15 @@ def test_a_name_loads_only_its_own_module() -> None:
     assert modules & HEAVY == set()
 
 
-def _imports_for_type_checkers() -> dict[str, str]:
-    assert drivetrain.__file__ is not None
-    tree = ast.parse(Path(drivetrain.__file__).read_text(encoding="utf-8"))
-    guard = next(node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
-    found: dict[str, str] = {}
-    for node in guard.body:
-        if isinstance(node, ast.ImportFrom):
-            assert node.module is not None
-            found.update({alias.asname or alias.name: node.module for alias in node.names})
-    return found
-
-
-def test_every_public_name_is_imported_for_type_checkers() -> None:
-    assert len(drivetrain.__all__) == len(set(drivetrain.__all__))
-    assert {*_imports_for_type_checkers(), "__version__"} == set(drivetrain.__all__)
-
-
-def test_every_public_name_resolves_to_the_module_that_type_checkers_see() -> None:
-    for name, module in _imports_for_type_checkers().items():
-        assert getattr(drivetrain, name) is getattr(importlib.import_module(module), name)
-
-
 def test_every_error_is_exported() -> None:
     from drivetrain.errors import DrivetrainError, error_classes
 
     own = {cls.__name__ for cls in error_classes(DrivetrainError) if cls.__module__ == "drivetrain.errors"}
-    assert own <= set(drivetrain.__all__)
+    assert own <= set(vars(drivetrain)["__all__"])
 
 
 def test_dir_lists_the_names_and_an_unknown_one_is_an_attribute_error() -> None:
-    assert set(drivetrain.__all__) <= set(dir(drivetrain))
+    assert set(vars(drivetrain)["__all__"]) <= set(dir(drivetrain))
     assert not hasattr(drivetrain, "InferenceEngin")
 
 

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
-
-from drivetrain.testing import tiny_model
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -18,8 +14,3 @@ def hosts(forked_hosts: None) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="session")
-def model() -> Path:
-    return tiny_model("qwen2")

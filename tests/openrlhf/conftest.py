@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import ray
@@ -12,22 +11,11 @@ from ray import cloudpickle
 
 import openrlhf_trainer
 import trainer_process
-from drivetrain.testing import tiny_model
 
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="session")
-def model() -> Path:
-    return tiny_model("qwen2")
-
-
-@pytest.fixture(scope="session")
-def other_model() -> Path:
-    return tiny_model("qwen2", seed=1)
 
 
 @pytest.fixture(scope="module")  # a process that runs other files has room for one cluster

@@ -154,7 +154,7 @@ async def test_an_engine_that_cancels_a_call_by_itself_is_an_error_not_a_cancell
 
 
 async def test_a_result_of_the_wrong_type_is_refused_by_name(hosted: HostedBackend, ask: Ask) -> None:
-    with pytest.raises(WireError, match="the engine's generate returned is not what it says"):
+    with pytest.raises(WireError, match="the engine's generate returned another type than declared"):
         await hosted.generate(ask("wrong type"))
     with pytest.raises(EngineInternalError, match="the engine's generate returned cannot be sent"):
         await hosted.generate(ask("unsendable"))

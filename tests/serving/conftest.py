@@ -11,7 +11,6 @@ import pytest_asyncio
 import torch
 
 from drivetrain import InferenceEngine, create_engine
-from drivetrain.testing import tiny_model
 from drivetrain_serving import Server, ServerConfig
 from engines import require_ready_and_idle
 from tiny_adapters import save_adapters
@@ -21,16 +20,6 @@ from trainer_groups import Trainer, a_trainer
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="session")
-def model() -> Path:
-    return tiny_model("qwen2")
-
-
-@pytest.fixture(scope="session")
-def other_model() -> Path:
-    return tiny_model("qwen2", seed=1)
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,6 @@ import pytest_asyncio
 import torch
 
 from drivetrain import InferenceEngine, create_engine
-from drivetrain.testing import tiny_model
 from drivetrain_trainers.skyrl import SkyRLInferenceEngine
 from engines import require_ready_and_idle
 from tiny_adapters import save_adapters
@@ -30,16 +29,6 @@ def hosts(forked_hosts: None) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="session")
-def model() -> Path:
-    return tiny_model("qwen2")
-
-
-@pytest.fixture(scope="session")
-def other_model() -> Path:
-    return tiny_model("qwen2", seed=1)
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,6 @@ import pytest_asyncio
 import torch
 
 from drivetrain import InferenceEngine, create_engine
-from drivetrain.testing import tiny_model
 from engines import OpenEngine, require_ready_and_idle
 
 
@@ -23,11 +22,6 @@ def hosts(forked_hosts: None) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="session")
-def model() -> Path:
-    return tiny_model("qwen2")
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session", params=["inline", "process"])

@@ -125,22 +125,6 @@ async def test_a_broken_list_of_modules_is_refused(content: str, tmp_path: Path)
         create_engine("transformers", model=str(folder), task="embed")
 
 
-@pytest.mark.parametrize(
-    ("kinds", "named", "says"),
-    [
-        (("Transformer", "Pooling"), {"pooling_mode_max_tokens": True}, "max_tokens"),
-        (("Transformer", "Pooling"), {"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": True}, "mean_tokens"),
-        (("Transformer", "Pooling", "Dense"), {"pooling_mode_lasttoken": True}, "Dense"),
-    ],
-)
-async def test_a_pooling_that_is_not_applied_is_refused(
-    kinds: tuple[str, ...], named: dict[str, bool], says: str, tmp_path: Path
-) -> None:
-    folder = with_files(tmp_path / "model", {"modules.json": modules(*kinds), "1_Pooling/config.json": named})
-    with pytest.raises(InvalidConfig, match=says):
-        create_engine("transformers", model=str(folder), task="embed")
-
-
 async def test_a_checkpoint_without_a_head_embeds(tmp_path: Path) -> None:
     model = tiny_model("qwen2")
     AutoModel.from_pretrained(model).save_pretrained(tmp_path / "headless")
@@ -169,27 +153,6 @@ async def test_a_pause_holds_no_embeddings(mode: PauseMode) -> None:
         await engine.pause_generation(mode)
         assert_near(await asyncio.wait_for(engine.encode(SEQUENCES), HANGING), pooled(tiny_model("qwen2"), last))
         await engine.continue_generation()
-
-
-async def test_each_call_has_vectors_of_one_version_of_the_weights() -> None:
-    old, new = tiny_model("qwen2"), tiny_model("qwen2", seed=1)
-    of_each = [pooled(old, last), pooled(new, last)]
-    seen: list[int] = []
-    async with embedding_engine(max_num_batched_tokens=8) as engine:  # a forward pass for almost each sequence
-        updates = asyncio.create_task(update_often(engine, new, old))
-        while not updates.done() or len(seen) < 3:
-            found = torch.tensor(await engine.encode(SEQUENCES))
-            near = [bool(torch.allclose(found, one, rtol=1e-3, atol=1e-4)) for one in of_each]
-            assert any(near), "vectors of two versions in one answer, or of half an update"
-            seen.append(near.index(True))
-        await updates
-        assert_near(await engine.encode(SEQUENCES), of_each[1])
-
-
-async def update_often(engine: InferenceEngine, new: Path, old: Path) -> None:
-    for number in range(4):
-        await engine.load_weights_from_disk(str(old), f"old-{number}")
-        await engine.load_weights_from_disk(str(new), f"new-{number}")
 
 
 async def test_weights_that_are_asleep_embed_nothing() -> None:

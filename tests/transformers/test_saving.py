@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -66,17 +65,6 @@ async def test_it_is_saved_in_the_dtype_in_which_it_is_served(
     async with open_engine(model=str(tmp_path / "saved")) as engine:
         assert engine.model_info.dtype == "bfloat16"
         assert (await engine.generate("a prompt", GREEDY)).completions[0].token_ids == answer
-
-
-async def test_adapters_are_not_saved(open_engine: OpenEngine, tmp_path: Path, model: Path) -> None:
-    wrapped = get_peft_model(AutoModelForCausalLM.from_pretrained(model), LoraConfig(target_modules=["q_proj"]))
-    wrapped.save_pretrained(str(tmp_path / "adapter"))
-    async with open_engine(enable_lora=True) as engine:
-        await engine.load_lora_adapter("adapter", str(tmp_path / "adapter"))
-        await engine.save_sharded_model(tmp_path / "saved")
-    saved, own = load_file(tmp_path / "saved" / "model.safetensors"), load_file(model / "model.safetensors")
-    assert saved.keys() == own.keys()
-    assert all(torch.equal(saved[name], own[name]) for name in own)
 
 
 async def test_an_engine_that_is_closed_meanwhile_leaves_nothing(open_engine: OpenEngine, tmp_path: Path) -> None:

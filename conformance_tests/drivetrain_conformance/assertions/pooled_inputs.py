@@ -21,11 +21,11 @@ _MANY: Final = 12
 _BATCH: Final = 64
 _ROUNDS: Final = 2
 _UPDATES: Final = 4
-"""Updates of which each is made while inputs are embedded or scored."""
+"""Updates that are made, each while inputs are embedded or scored."""
 _BOUND: Final = 120.0
 """Timeout, in seconds, of a call that waits for an update."""
 _ROOM: Final = 64 * 1024
-"""Bytes by which memory may grow with one batch: allocator overhead. Its vectors take some hundred thousand."""
+"""Bytes by which memory may grow with one batch, for the allocator; the vectors of a batch take several 100 kB."""
 
 
 def longest_input(bench: Bench) -> int:
@@ -34,7 +34,7 @@ def longest_input(bench: Bench) -> int:
 
 
 def many_lengths(bench: Bench) -> list[int]:
-    """Return lengths of inputs that take several forward passes, in no order."""
+    """Return lengths, in no order, of inputs that take several forward passes together."""
     most = longest_input(bench)
     lengths = [most - place * most // (4 * _MANY) for place in range(_MANY)]
     bench.rng.shuffle(lengths)
@@ -61,7 +61,7 @@ async def check_one_version(
     off: Callable[[list[_T], list[_T]], str],
     checkpoints: Sequence[tuple[Path, Path]],
 ) -> None:
-    """Raise unless a call has numbers of one weight version, also if an update lands while it is under way.
+    """Raise if a call mixes numbers of two weight versions when an update lands while it is under way.
 
     Args:
         bench: The bench, whose engine serves the first model.

@@ -372,7 +372,7 @@ async def _check_requests_at_once(bench: Bench, engine: InferenceEngine, lora: s
 async def _check_priorities_with_an_adapter(bench: Bench, engine: InferenceEngine) -> None:
     """Check that waiting requests which use the adapter ``a`` begin in the order of their priorities, highest first.
 
-    Other requests outlast them in all places but one.
+    Long requests fill every place of the batch but one, so that the waiting requests run one after another.
     """
     needed = (Capability.PRIORITY, Capability.IGNORE_EOS)
     if engine.config.max_num_seqs is None or not all(map(engine.supports, needed)):

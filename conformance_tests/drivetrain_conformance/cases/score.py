@@ -39,13 +39,13 @@ async def scores_are_the_models(bench: Bench) -> None:
     inputs = inputs[: len(outputs)]
     scores = await bench.engine.score(inputs, outputs)
     sequences = [[*one, *other] for one, other in zip(inputs, outputs, strict=True)]
-    _assert_near(bench, scores, _forward(bench.model, sequences))
+    _assert_near(bench, scores, _forward(sequences, bench.model))
     if bench.claims(Capability.WEIGHTS_DISK):
         await bench.engine.load_weights_from_disk(str(bench.other_weights()), "other")
-        _assert_near(bench, await bench.engine.score(inputs, outputs), _forward(bench.other_weights(), sequences))
+        _assert_near(bench, await bench.engine.score(inputs, outputs), _forward(sequences, bench.other_weights()))
         await bench.engine.load_weights_from_disk(str(bench.model), "back")
         checkpoints = [(folder, folder) for folder in (bench.model, bench.other_weights())]
-        await check_one_version(bench, partial(_score_wholes, bench), _expected, partial(_far, bench), checkpoints)
+        await check_one_version(bench, partial(_score_wholes, bench), _forward, partial(_far, bench), checkpoints)
 
 
 @case(Capability.REWARD_SCORE, model=ModelKind.REWARD, config=_CONFIG)
@@ -126,7 +126,7 @@ async def _score_of(bench: Bench, sequence: list[int]) -> float:
     return score
 
 
-def _forward(folder: Path, sequences: Sequence[list[int]]) -> list[float]:
+def _forward(sequences: Sequence[list[int]], folder: Path) -> list[float]:
     """Return the classifier's outputs at the last tokens, computed one sequence at a time in float32 on the CPU."""
     import torch
     from transformers import AutoModelForSequenceClassification
@@ -137,10 +137,6 @@ def _forward(folder: Path, sequences: Sequence[list[int]]) -> list[float]:
     model.config.pad_token_id = None  # otherwise transformers reads the score before ids of padding
     with torch.no_grad():
         return [float(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, 0]) for ids in sequences]
-
-
-def _expected(sequences: Sequence[list[int]], folder: Path) -> list[float]:
-    return _forward(folder, sequences)
 
 
 def _assert_near(bench: Bench, found: Sequence[float], expected: Sequence[float]) -> None:

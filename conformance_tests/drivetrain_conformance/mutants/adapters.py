@@ -20,14 +20,10 @@ from drivetrain.engine.adapters import Adapters
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.engine.requests_in_flight import RequestsInFlight
 from drivetrain.errors import EngineStartError, InvalidRequest, NonFiniteLogits, TooManyAdapters
-from drivetrain.types.config import EngineConfig
 from drivetrain.types.outputs import FinishReason
 from drivetrain.types.weights import (
-    CommitUpdate,
     LoraTensors,
     WeightManifest,
-    WeightMessage,
-    WeightReply,
     WeightUpdateRequest,
 )
 from drivetrain_conformance.assets.made_adapters import Adapter, change_adapter
@@ -39,6 +35,7 @@ from drivetrain_conformance.mutants.spoil import (
     after,
     fifos_in,
     joined,
+    own,
     params_mutant,
     request_mutant,
     waits_in_open,
@@ -90,9 +87,7 @@ def drops_top_k_beside_an_adapter(request: GenerateRequest) -> Mapping[str, obje
 class loses_adapters_in_flight_when_another_comes(KnowingRequests):
     """Requests in flight continue without their adapter once another one is loaded."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._lost: set[str] = set()
+    _lost: set[str] = own(set)
 
     async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool) -> None:
         await super().load_lora_adapter(lora_name, lora_path, pinned)
@@ -106,17 +101,14 @@ class loses_adapters_in_flight_when_another_comes(KnowingRequests):
         return joined(first, await super().generate(dataclasses.replace(after(request, first), lora=None)))
 
 
-class _HoldingAdapters(CorrectBackend):
-    """Answers requests of further adapters by the model without them, while others are in flight."""
+@mutant("lora/requests_in_flight_use_different_adapters", says="nats below the most likely one")
+class holds_five_adapters_at_once(CorrectBackend):
+    """While requests of five adapters are in flight, those of a sixth are answered by the model without it."""
 
-    most: int
-
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._using: list[str] = []
+    _using: list[str] = own(list)
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        if request.lora is None or len({*self._using, request.lora}) > self.most:
+        if request.lora is None or len({*self._using, request.lora}) > 5:
             return await super().generate(dataclasses.replace(request, lora=None))
         self._using.append(request.lora)
         try:
@@ -125,26 +117,10 @@ class _HoldingAdapters(CorrectBackend):
             self._using.remove(request.lora)
 
 
-@mutant("lora/requests_in_flight_use_different_adapters", says="nats below the most likely one")
-class holds_two_adapters_at_once(_HoldingAdapters):
-    """While requests of two adapters are in flight, those of a third are answered by the model without it."""
-
-    most = 2
-
-
-@mutant("lora/requests_in_flight_use_different_adapters", says="nats below the most likely one")
-class holds_five_adapters_at_once(_HoldingAdapters):
-    """While requests of five adapters are in flight, those of a sixth are answered by the model without it."""
-
-    most = 5
-
-
 class _ByShortName(CorrectBackend):
     """Knows adapters by a part of their names: a request gets the first that was loaded of those that share it."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._loaded: list[str] = []
+    _loaded: list[str] = own(list)
 
     def short(self, name: str) -> str:
         """Return the part of the name that counts."""
@@ -199,43 +175,11 @@ class fails_the_whole_batch(CorrectBackend):
         return result
 
 
-@mutant("lora/the_base_is_updated_beneath_an_adapter", says="nats below")
-class updates_without_the_adapter(CorrectBackend):
-    """Requests that are frozen for an update of the base continue without their adapter."""
-
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._adapted: set[str] = set()
-        self._ended: set[str] = set()
-
-    async def receive_weights(self, message: WeightMessage) -> WeightReply:
-        reply = await super().receive_weights(message)
-        if isinstance(message, CommitUpdate):
-            self._ended |= self._adapted
-            await super().abort(list(self._adapted))
-        return reply
-
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
-        if request.lora is None:
-            return await super().generate(request)
-        self._adapted.add(request.request_id)
-        try:
-            first = await super().generate(request)
-        finally:
-            self._adapted.discard(request.request_id)
-        if request.request_id not in self._ended:
-            return first
-        self._ended.discard(request.request_id)
-        return joined(first, await super().generate(dataclasses.replace(after(request, first), lora=None)))
-
-
 @mutant("lora/a_name_may_come_back_as_another_adapter", says=("nats below", "nats off that of the merged model"))
 class reads_an_adapters_folder_once(CorrectBackend):
     """A folder that was loaded before is served as it was then."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._copies: dict[str, tempfile.TemporaryDirectory[str]] = {}
+    _copies: dict[str, tempfile.TemporaryDirectory[str]] = own(dict)
 
     async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool) -> None:
         if lora_path not in self._copies:
@@ -248,10 +192,8 @@ class reads_an_adapters_folder_once(CorrectBackend):
 class knows_adapters_by_slot(CorrectBackend):
     """The cache knows an adapter by one of eight slots, and takes a prompt for that of the slot's last adapter."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._loads = 0
-        self._known: dict[tuple[int, str], GenerateResult] = {}
+    _loads = 0
+    _known: dict[tuple[int, str], GenerateResult] = own(dict)
 
     async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool) -> None:
         await super().load_lora_adapter(lora_name, lora_path, pinned)
@@ -270,10 +212,8 @@ class knows_adapters_by_slot(CorrectBackend):
 class knows_adapters_by_their_form(CorrectBackend):
     """The cache takes an adapter for the last one of the same rank, scale and layers, whose memory it reuses."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._forms: dict[str, str] = {}
-        self._known: dict[str, GenerateResult] = {}
+    _forms: dict[str, str] = own(dict)
+    _known: dict[str, GenerateResult] = own(dict)
 
     async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool) -> None:
         await super().load_lora_adapter(lora_name, lora_path, pinned)
@@ -293,9 +233,7 @@ class knows_adapters_by_their_form(CorrectBackend):
 class keeps_prompt_scores_by_the_name(CorrectBackend):
     """Prompt logprobs are kept by the prompt and the adapter's name, also when the name comes back for another."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._scores: dict[tuple[object, ...], list[float | None] | None] = {}
+    _scores: dict[tuple[object, ...], list[float | None] | None] = own(dict)
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         result = await super().generate(request)
@@ -716,9 +654,7 @@ class serves_the_last_push_for_all(CorrectBackend):
 class keeps_the_tensors_of_the_first_push(CorrectBackend):
     """Later pushes of an adapter load the tensors of its first push again."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._first: dict[str, Tensors] = {}
+    _first: dict[str, Tensors] = own(dict)
 
     async def load_lora_tensors(self, lora_name: str, update: WeightUpdateRequest, pinned: bool) -> None:
         def stay(_: object, tensors: Tensors) -> None:
@@ -732,10 +668,8 @@ class keeps_the_tensors_of_the_first_push(CorrectBackend):
 class keeps_the_slot_of_a_load_given_up(CorrectBackend):
     """A load that is cancelled takes a slot for good."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._in_slots: set[str] = set()
-        self._given_up = 0
+    _in_slots: set[str] = own(set)
+    _given_up = 0
 
     async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool) -> None:
         if len(self._in_slots) + self._given_up > (self.config.max_loras or 8):
@@ -756,9 +690,7 @@ class keeps_the_slot_of_a_load_given_up(CorrectBackend):
 class evicts_an_adapter_for_a_load_given_up(CorrectBackend):
     """A load that is cancelled evicts the oldest adapter, whose requests are then answered by the base."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._oldest_first: list[str] = []
+    _oldest_first: list[str] = own(list)
 
     async def load_lora_tensors(self, lora_name: str, update: WeightUpdateRequest, pinned: bool) -> None:
         await super().load_lora_tensors(lora_name, update, pinned)
@@ -799,9 +731,7 @@ class serves_an_adapter_whose_unload_was_cancelled(Adapters):
 class keeps_refused_tensors(CorrectBackend):
     """Every adapter that is refused as tensors stays in memory."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._kept: list[bytes] = []
+    _kept: list[bytes] = own(list)
 
     async def load_lora_tensors(self, lora_name: str, update: WeightUpdateRequest, pinned: bool) -> None:
         try:
@@ -840,9 +770,7 @@ class publishes_a_refused_push(InferenceEngine):
 class saves_layers_under_the_adapters_names(CorrectBackend):
     """A model that is saved while an adapter is loaded has the names that its layers have beneath the adapter."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._adapted = 0
+    _adapted = 0
 
     async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool) -> None:
         await super().load_lora_adapter(lora_name, lora_path, pinned)
@@ -873,9 +801,7 @@ def _rename_layers(folder: Path) -> None:
 class finds_streamed_prompts_without_their_adapter(CorrectBackend):
     """The cached prefix of a prompt streamed with an adapter is found by requests of the base model."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._streamed: set[tuple[int, ...]] = set()
+    _streamed: set[tuple[int, ...]] = own(set)
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
         if request.lora is not None:

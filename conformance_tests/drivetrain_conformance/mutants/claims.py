@@ -34,6 +34,7 @@ from drivetrain_conformance.mutants.spoil import (
     asking_for_params,
     claiming,
     config_mutant,
+    own,
     result_mutant,
 )
 
@@ -216,9 +217,7 @@ def loses_the_experts_of_aborted_requests(request: GenerateRequest, result: Gene
 class gives_the_experts_that_older_weights_chose(CorrectBackend):
     """A prompt's experts are kept by its ids, whatever the weights."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._kept: dict[tuple[int, ...], RoutedExperts] = {}
+    _kept: dict[tuple[int, ...], RoutedExperts] = own(dict)
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         result, prompt = await super().generate(request), tuple(request.prompt_token_ids)

@@ -32,6 +32,7 @@ from drivetrain_conformance.mutants.spoil import (
     asking,
     cut,
     joined,
+    own,
     params_mutant,
     request_mutant,
     resubmitting,
@@ -78,9 +79,7 @@ def _only_in_updates(
     class Wrong(CorrectBackend):
         """Freezes by a pause as it should."""
 
-        def __init__(self, config: EngineConfig) -> None:
-            super().__init__(config)
-            self._updating = False
+        _updating = False
 
         async def apply_weights(self, update: ApplyUpdate) -> WeightReply:
             self._updating = True
@@ -101,6 +100,14 @@ def _only_in_updates(
 def restarts_the_seed_at_an_update(request: GenerateRequest) -> GenerateRequest | None:
     """A request that was retracted for an update restarts its random stream."""
     return None if request.seed is None else request
+
+
+@backend_mutants(partial(_only_in_updates, PauseMode.RETRACT))(
+    "lora/the_base_is_updated_beneath_an_adapter", says="nats below"
+)
+def updates_without_the_adapter(request: GenerateRequest) -> GenerateRequest | None:
+    """A request that was retracted for an update of the base continues without its adapter."""
+    return dataclasses.replace(request, lora=None) if request.lora else None
 
 
 @backend_mutants(partial(_only_in_updates, PauseMode.IN_PLACE))(
@@ -156,9 +163,7 @@ def matches_stop_strings_from_a_retraction_on(request: GenerateRequest) -> Gener
 class counts_what_a_retraction_recomputed(KnowingRequests):
     """A retracted request counts its own output among the cached tokens of its prompt."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._retracted: set[str] = set()
+    _retracted: set[str] = own(set)
 
     async def freeze(self, mode: PauseMode) -> None:
         await super().freeze(mode)
@@ -183,9 +188,7 @@ def loses_the_alternatives_of_the_aborted(request: GenerateRequest, result: Gene
 class scores_prompts_by_the_first_weights(CorrectBackend):
     """Prompt logprobs are cached, and stay the same after the weights changed."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._known: dict[tuple[int, ...], list[float | None] | None] = {}
+    _known: dict[tuple[int, ...], list[float | None] | None] = own(dict)
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         result = await super().generate(request)
@@ -197,7 +200,7 @@ class scores_prompts_by_the_first_weights(CorrectBackend):
 
 @params_mutant("logprob/processed_follows_everything_at_once", says="in mode processed at temperature")
 def runs_a_schedule_past_its_end(request: GenerateRequest) -> Mapping[str, object]:
-    """A temperature schedule goes on as it began after its last step, until the temperature is almost 0."""
+    """After its last step a temperature schedule goes on at the same rate, until the temperature is almost 0."""
 
     def prolonged(processor: LogitProcessor) -> LogitProcessor:
         if not isinstance(processor, TemperatureSchedule) or processor.steps < 2:
@@ -229,7 +232,7 @@ _SHORT = 12
 def inheriting(
     sound: type[Backend], change: Callable[[GenerateRequest, GenerateRequest], GenerateRequest]
 ) -> type[Backend]:
-    """Return a backend that changes the rest of a request once others that came before it have ended.
+    """Return a backend that changes the rest of a request once an earlier one has ended.
 
     ``change`` is given the request for what is left and one that ended.
     """
@@ -237,10 +240,8 @@ def inheriting(
     class Wrong(CorrectBackend):
         """Changes requests in flight."""
 
-        def __init__(self, config: EngineConfig) -> None:
-            super().__init__(config)
-            self._flying: list[GenerateRequest] = []
-            self._ended: dict[str, list[GenerateRequest]] = {}
+        _flying: list[GenerateRequest] = own(list)
+        _ended: dict[str, list[GenerateRequest]] = own(dict)
 
         async def generate(self, request: GenerateRequest) -> GenerateResult:
             self._flying.append(request)
@@ -271,7 +272,7 @@ inheriting_mutant = backend_mutants(inheriting)
     "generate/each_prompt_can_have_params_of_its_own", says=("nats below", "cannot be drawn by", "asked again")
 )
 def inherits_what_another_may_not_draw(request: GenerateRequest, ended: GenerateRequest) -> GenerateRequest:
-    """A request that takes the place of one that ended may not draw what that one could not."""
+    """A request that takes the place of an ended one may not draw the tokens that were forbidden to the ended one."""
     processors = request.params.logit_processors or ended.params.logit_processors
     params = request.params.model_copy(update={"logit_processors": processors})
     return dataclasses.replace(request, params=params)
@@ -288,7 +289,7 @@ def inherits_the_seed_of_another(request: GenerateRequest, ended: GenerateReques
 
 @request_mutant("sampling/a_seed_fixes_the_output", says="outputs differ")
 def takes_what_it_resumes_for_the_prompt(request: GenerateRequest) -> GenerateRequest:
-    """Tokens that an engine which was lost has made do not count for the seed, penalties and schedules."""
+    """Tokens that a lost engine made do not count for the seed, penalties and schedules of a resumed request."""
     return dataclasses.replace(request, resumed_tokens=0)
 
 
@@ -386,20 +387,10 @@ def takes_seeds_modulo_32_bits(request: GenerateRequest) -> GenerateRequest:
 
 @request_mutant("histories/random_requests_are_honoured", says="drew the same")
 def takes_seeds_as_floats_of_the_penalised(request: GenerateRequest) -> GenerateRequest:
-    """With a frequency penalty, the seed passes through a double."""
-    return takes_seeds_as_floats(request) if request.params.frequency_penalty else request
-
-
-@request_mutant("sampling/another_seed_draws_otherwise", says="alike")
-def takes_seeds_as_floats(request: GenerateRequest) -> GenerateRequest:
-    """A seed passes through a float64, which keeps 53 bits of it."""
-    return dataclasses.replace(request, seed=None if request.seed is None else min(int(float(request.seed)), 2**63 - 1))
-
-
-@params_mutant("sampling/greedy_follows_the_logit_bias", says="below the best after penalties and bias")
-def passes_on_a_few_biases(request: GenerateRequest) -> Mapping[str, object]:
-    """Only the first 32 tokens of a logit_bias are passed on."""
-    return {"logit_bias": dict([*request.params.logit_bias.items()][:32])}
+    """With a frequency penalty, the seed passes through a float64, which keeps 53 bits of it."""
+    if request.seed is None or not request.params.frequency_penalty:
+        return request
+    return dataclasses.replace(request, seed=min(int(float(request.seed)), 2**63 - 1))
 
 
 @params_mutant("sampling/greedy_follows_the_logit_bias", says="below the best after penalties and bias")
@@ -412,9 +403,7 @@ def passes_on_a_hundred_biases(request: GenerateRequest) -> Mapping[str, object]
 class penalises_no_cached_prompt(CorrectBackend):
     """A repetition penalty has no effect if the prompt is cached."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._cached: set[tuple[int, ...]] = set()
+    _cached: set[tuple[int, ...]] = own(set)
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         prompt = tuple(request.prompt_token_ids)
@@ -453,30 +442,6 @@ def _last_of_each_kind(
 ) -> tuple[LogitProcessor, ...]:
     last = {type(one): one for one in processors}
     return tuple(one for one in processors if not isinstance(one, kinds) or one is last[type(one)])
-
-
-@params_mutant("sampling/disallowed_tokens_are_never_drawn", says="below the best after penalties and bias")
-def disallows_a_few_tokens(request: GenerateRequest) -> Mapping[str, object]:
-    """Only the first 64 disallowed tokens are left out."""
-
-    def shorter(processor: LogitProcessor) -> LogitProcessor:
-        if not isinstance(processor, DisallowedTokens):
-            return processor
-        return processor.model_copy(update={"token_ids": processor.token_ids[:64]})
-
-    return {"logit_processors": tuple(map(shorter, request.params.logit_processors))}
-
-
-@params_mutant("sampling/an_action_mask_allows_nothing_else", says="below the best after penalties and bias")
-def allows_a_few_tokens(request: GenerateRequest) -> Mapping[str, object]:
-    """Only the first 64 tokens of an action mask may be drawn."""
-
-    def shorter(processor: LogitProcessor) -> LogitProcessor:
-        if not isinstance(processor, ActionMask):
-            return processor
-        return processor.model_copy(update={"allowed_token_ids": processor.allowed_token_ids[:64]})
-
-    return {"logit_processors": tuple(map(shorter, request.params.logit_processors))}
 
 
 @params_mutant("stop/a_stop_regex_ends_generation_at_the_first_text_that_has_a_match", says="did not end a text of")
@@ -537,15 +502,9 @@ def caps_the_temperature(request: GenerateRequest) -> Mapping[str, object]:
     return {"temperature": min(request.params.temperature, 2.0)}
 
 
-@params_mutant("logprob/temperature_is_what_a_trainer_recomputes", says="in mode temperature at temperature 0.03 is")
-def takes_low_temperatures_for_greedy(request: GenerateRequest) -> Mapping[str, object]:
-    """A temperature below 0.05 is greedy."""
-    return {"temperature": request.params.temperature if request.params.temperature >= 0.05 else 0.0}
-
-
 @result_mutant("sampling/logit_bias_is_added", says="draws found")
 def draws_with_a_coarse_random_number(request: GenerateRequest, result: GenerateResult) -> GenerateResult:
-    """At a high temperature one unlikely token in 32 is drawn, for its neighbours too."""
+    """At a high temperature one unlikely token in 32 is drawn, in place of its 31 neighbours too."""
     bias = request.params.logit_bias
     if request.params.temperature < 2 or not bias:
         return result
@@ -572,7 +531,7 @@ def caps_the_repetition_penalty(request: GenerateRequest) -> Mapping[str, object
 
 @params_mutant("sampling/greedy_follows_the_repetition_penalty", says="below the best after penalties and bias")
 def penalises_the_end_of_a_prompt(request: GenerateRequest) -> Mapping[str, object]:
-    """A repetition penalty hardly sees the tokens that only the beginning of a long prompt holds."""
+    """A repetition penalty hardly counts tokens that a long prompt holds only at its beginning."""
     penalty, prompt = request.params.repetition_penalty, request.prompt_token_ids
     if penalty == 1:
         return {}
@@ -582,7 +541,7 @@ def penalises_the_end_of_a_prompt(request: GenerateRequest) -> Mapping[str, obje
 
 @params_mutant("sampling/greedy_follows_penalties_and_bias_together", says="below the best after penalties and bias")
 def penalises_the_beginning_of_a_prompt(request: GenerateRequest) -> Mapping[str, object]:
-    """A repetition penalty hardly sees the tokens that a prompt holds beyond its first 512 alone."""
+    """A repetition penalty hardly counts tokens that a prompt holds only after its first 512."""
     params, prompt = request.params, request.prompt_token_ids
     if params.repetition_penalty == 1:
         return {}
@@ -632,7 +591,7 @@ def takes_negative_priorities_for_none(request: GenerateRequest) -> GenerateRequ
 
 @mutant("abort/what_waits_its_turn_can_be_aborted", says="it began after the weights were renamed")
 class labels_requests_as_they_come(CorrectBackend):
-    """The first tokens of a request carry the weight version of the time when it was submitted."""
+    """The first tokens of a request carry the weight version that was served when it was submitted."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
@@ -754,7 +713,7 @@ class forgets_what_was_drawn_very_long_ago(forgets_what_was_drawn_long_ago):
 
 @request_mutant("logprob/temperature_is_what_a_trainer_recomputes", says="in mode temperature at temperature 0.8 is")
 def holds_back_before_it_counts(request: GenerateRequest) -> GenerateRequest:
-    """Before min_new_tokens, logprobs in mode temperature are those of the distribution without EOS."""
+    """Before min_new_tokens, logprobs in mode temperature leave EOS out of the distribution."""
     masks = request.params.min_new_tokens and request.logprobs_mode is LogprobsMode.TEMPERATURE
     return dataclasses.replace(request, logprobs_mode=LogprobsMode.PROCESSED) if masks else request
 
@@ -767,14 +726,14 @@ def holds_back_eos_alone(request: GenerateRequest) -> Mapping[str, object]:
 
 @params_mutant("logprob/prompt_logprobs_name_the_likely_tokens", says="expected 3 tokens, got 1")
 def gives_a_prompt_the_alternatives_of_its_output(request: GenerateRequest) -> Mapping[str, object]:
-    """Where output tokens have alternatives, a prompt's tokens have as many."""
+    """A prompt's tokens come with as many alternatives as were asked for the output's."""
     params = request.params
     return {"prompt_logprobs": params.logprobs} if params.logprobs and params.prompt_logprobs is not None else {}
 
 
 @params_mutant("sampling/processors_act_together", says="below the best after penalties and bias")
 def disallows_tokens_by_a_bias(request: GenerateRequest) -> Mapping[str, object]:
-    """Disallowed tokens have a bias of -100 instead, so a larger one of the request allows them again."""
+    """Disallowed tokens get a bias of -100, so a larger bias of the request allows them again."""
     ruled_out, bias = request.params.disallowed_token_ids, request.params.logit_bias
     others = tuple(one for one in request.params.logit_processors if not isinstance(one, DisallowedTokens))
     lowered = {token: bias.get(token, 0.0) - 100.0 for token in ruled_out}
@@ -830,11 +789,9 @@ def forgets_the_adapter_where_states_are_asked_for(request: GenerateRequest) -> 
 
 @mutant("hidden_states/states_do_not_depend_on_the_batch_or_the_cache", says="a state is off by")
 class hands_states_out_by_their_order(KnowingRequests):
-    """Beside a request that asks for no hidden states, another gets the states of a wrong row."""
+    """Beside a request that asks for no hidden states, other requests get the states of a wrong row."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._without: set[str] = set()
+    _without: set[str] = own(set)
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         if not request.params.return_hidden_states:
@@ -894,15 +851,13 @@ class attends_to_padding_in_a_grown_cache(KnowingRequests):
 class keeps_the_cache_of_the_aborted(CorrectBackend):
     """The prompt of an aborted request is found in the cache, though older weights had computed it."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._aborted: set[tuple[int, ...]] = set()
+    _left_in_cache: set[tuple[int, ...]] = own(set)
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         result = await super().generate(request)
         prompt = tuple(request.prompt_token_ids)
         if result.finish_reason is FinishReason.ABORT:
-            self._aborted.add(prompt)
-        elif prompt in self._aborted:
+            self._left_in_cache.add(prompt)
+        elif prompt in self._left_in_cache:
             return dataclasses.replace(result, cached_tokens=max(result.cached_tokens, len(prompt) // 2))
         return result

@@ -15,7 +15,7 @@ from drivetrain.types.capability import Capability
 from drivetrain.types.config import EngineConfig, Task
 from drivetrain.types.weights import CommitUpdate, WeightManifest, WeightMessage, WeightReply
 from drivetrain_conformance.mutants.registry import mixed, mutant, spoiled_backend
-from drivetrain_conformance.mutants.spoil import CorrectBackend, arguments_mutant, config_mutant
+from drivetrain_conformance.mutants.spoil import CorrectBackend, arguments_mutant, config_mutant, own
 from drivetrain_weight_sync.tensors.dtypes import nbytes_of
 
 # Settings ------------------------------------------------------------------------------------------------------------
@@ -339,9 +339,7 @@ def keeps_vectors_over_an_update(backend: type[Backend]) -> type[Backend]:
     class Wrong(CorrectBackend):
         """Keeps every vector."""
 
-        def __init__(self, config: EngineConfig) -> None:
-            super().__init__(config)
-            self._vectors: dict[tuple[int, ...], list[float]] = {}
+        _vectors: dict[tuple[int, ...], list[float]] = own(dict)
 
         async def embed(self, prompts: list[list[int]], dimensions: int | None) -> list[list[float]]:
             keys = [tuple(prompt) for prompt in prompts]

@@ -16,7 +16,7 @@ from drivetrain.types.config import EngineConfig
 from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain.types.outputs import FinishReason
 from drivetrain_conformance.mutants.registry import backend_mutants, mutant, spoiled_backend
-from drivetrain_conformance.mutants.spoil import CorrectBackend, KnowingRequests, answering, cut, resubmitting
+from drivetrain_conformance.mutants.spoil import CorrectBackend, KnowingRequests, answering, cut, own, resubmitting
 
 # Abort ---------------------------------------------------------------------------------------------------------------
 
@@ -53,9 +53,7 @@ def loses_what_was_generated_before_an_abort(result: GenerateResult) -> Generate
 class loses_aborts_of_the_constrained(CorrectBackend):
     """An abort does not reach a request that waits for its grammar."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._constrained: set[str] = set()
+    _constrained: set[str] = own(set)
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         if request.params.structured_output is None:
@@ -250,33 +248,11 @@ class takes_any_pause_mode(InferenceEngine):
 # Sleep ---------------------------------------------------------------------------------------------------------------
 
 
-@mutant("sleep/weights_can_change_while_the_cache_sleeps", says="and its completions are labelled")
-class labels_by_the_configuration_after_a_sleep(CorrectBackend):
-    """After a sleep, tokens have the version that the configuration gave the first weights."""
-
-    async def sleep(self, tags: frozenset[MemoryTag]) -> None:
-        await super().sleep(tags)
-        await self.set_weight_version(self.config.weight_version)
-
-
-@mutant("sleep/the_memory_of_the_cache_comes_back", says="MiB came back, of")
-class gives_no_memory_back(CorrectBackend):
-    """Sleep is acknowledged, and all memory stays where it is."""
-
-    async def sleep(self, tags: frozenset[MemoryTag]) -> None:
-        pass
-
-    async def wake_up(self, tags: frozenset[MemoryTag]) -> None:
-        pass
-
-
 @mutant("sleep/the_memory_of_the_cache_comes_back", says="MiB came back, of")
 class gives_half_of_the_memory_back(CorrectBackend):
     """While the cache sleeps, half of its memory is held for something else."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._kept = b""
+    _kept = b""
 
     async def sleep(self, tags: frozenset[MemoryTag]) -> None:
         held = (await self.stats()).kv_cache_bytes
@@ -321,9 +297,7 @@ class wakes_weights_with_the_cache(CorrectBackend):
 class leaks_memory_at_each_sleep(CorrectBackend):
     """Each cycle of sleep and wake-up costs a few megabytes for good."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._kept: list[bytes] = []
+    _kept: list[bytes] = own(list)
 
     async def sleep(self, tags: frozenset[MemoryTag]) -> None:
         await super().sleep(tags)

@@ -13,7 +13,7 @@ from drivetrain.types.capability import Capability
 from drivetrain.types.config import EngineConfig
 from drivetrain.types.modes import PauseMode
 from drivetrain_conformance.mutants.registry import mutant
-from drivetrain_conformance.mutants.spoil import CorrectBackend, KnowingRequests
+from drivetrain_conformance.mutants.spoil import CorrectBackend, KnowingRequests, own
 
 _CHUNK = 128
 
@@ -71,9 +71,7 @@ class draws_by_the_batch(KnowingRequests):
 class uses_prefixes_of_any_length(_Deterministic):
     """A cached prefix is used to its last token, and the rest computed in a pass of another shape than without it."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._seen: set[tuple[int, ...]] = set()
+    _seen: set[tuple[int, ...]] = own(set)
 
     async def reset_prefix_cache(self) -> None:
         self._seen.clear()
@@ -99,9 +97,7 @@ class _FrozenOtherwise(KnowingRequests):
 
     mode: PauseMode
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._frozen: set[str] = set()
+    _frozen: set[str] = own(set)
 
     async def freeze(self, mode: PauseMode) -> None:
         if mode is self.mode:

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from typing import cast
 
 from drivetrain.backend.base import GenerateRequest, GenerateResult
-from drivetrain.types.config import EngineConfig
 from drivetrain_conformance.mutants.registry import mutant
 from drivetrain_conformance.mutants.spoil import (
     CorrectBackend,
     KnowingEos,
+    own,
     params_mutant,
     request_mutant,
     token_by_token,
@@ -239,9 +239,7 @@ class repeats_draws_in_large_batches(CorrectBackend):
 class repeats_seeds_in_large_batches(CorrectBackend):
     """A request with a seed, in a batch of more than 32, draws as the one 32 places before it does."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._seeds: list[int] = []
+    _seeds: list[int] = own(list)
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         if request.seed is None:

@@ -22,7 +22,14 @@ from drivetrain.types.config import EngineConfig
 from drivetrain.types.outputs import Completion, FinishReason, VersionSpan
 from drivetrain.types.prompts import TextPrompt
 from drivetrain_conformance.mutants.registry import mutant
-from drivetrain_conformance.mutants.spoil import CorrectBackend, completions_mutant, cut, deltas_mutant, result_mutant
+from drivetrain_conformance.mutants.spoil import (
+    CorrectBackend,
+    completions_mutant,
+    cut,
+    deltas_mutant,
+    own,
+    result_mutant,
+)
 
 
 @result_mutant("generate/at_most_max_new_tokens", says="assert len(completion.token_ids) <= count")
@@ -146,9 +153,7 @@ def returns_completions_as_they_end(completions: list[Completion]) -> list[Compl
 class hands_results_to_the_wrong_caller(CorrectBackend):
     """The first result goes to who asked last: requests that run together get each other's tokens."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._callers: deque[asyncio.Future[GenerateResult]] = deque()
+    _callers: deque[asyncio.Future[GenerateResult]] = own(deque)
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         mine: asyncio.Future[GenerateResult] = asyncio.get_running_loop().create_future()
@@ -177,9 +182,7 @@ class never_ends_after_one_token(CorrectBackend):
 class goes_on_after_its_caller_left(CorrectBackend):
     """A cancelled call leaves its request running in the engine."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._left: set[asyncio.Task[GenerateResult]] = set()
+    _left: set[asyncio.Task[GenerateResult]] = own(set)
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         task = asyncio.create_task(super().generate(request))
@@ -192,9 +195,7 @@ class goes_on_after_its_caller_left(CorrectBackend):
 class counts_padding_as_tokens(CorrectBackend):
     """The ids that fill up a row to the length of the longest one beside it are seen by the model."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._lengths: list[int] = []
+    _lengths: list[int] = own(list)
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         length = len(request.prompt_token_ids)
@@ -278,9 +279,7 @@ class keeps_the_turns_after_discarded_ones(Sessions):
 class keeps_the_last_token_of_an_answer(CorrectBackend):
     """A block that an answer fills is cached although its last token was never run through the model."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._kept: set[tuple[int, ...]] = set()
+    _kept: set[tuple[int, ...]] = own(set)
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         ids = list(request.prompt_token_ids)

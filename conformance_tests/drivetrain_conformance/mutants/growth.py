@@ -27,7 +27,7 @@ from drivetrain.types.sampling import JsonSchema
 from drivetrain.types.weights import CommitUpdate, PrepareUpdate, ReleaseSources, WeightMessage, WeightReply
 from drivetrain_conformance.assets.weight_sources import tensors_of
 from drivetrain_conformance.mutants.registry import mutant
-from drivetrain_conformance.mutants.spoil import CorrectBackend, KnowingRequests, arguments_mutant
+from drivetrain_conformance.mutants.spoil import CorrectBackend, KnowingRequests, arguments_mutant, own
 
 _LEAVES = "growth/requests_leave_nothing_behind"
 
@@ -39,9 +39,7 @@ def _contents(folder: Path) -> list[bytes]:
 class _Keeping(CorrectBackend):
     """Has a list that keeps objects alive."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self.kept: list[object] = []
+    kept: list[object] = own(list)
 
 
 @mutant(_LEAVES, says="more bytes of memory")
@@ -108,9 +106,7 @@ class leaves_a_thread_to_each_pause(CorrectBackend):
 class leaves_a_task_to_each_request(CorrectBackend):
     """Each request leaves a task in the trainer's event loop."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._tasks: set[asyncio.Task[bool]] = set()
+    _tasks: set[asyncio.Task[bool]] = own(set)
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         self._tasks.add(asyncio.create_task(asyncio.Event().wait()))
@@ -126,9 +122,7 @@ class leaves_a_task_to_each_request(CorrectBackend):
 class leaves_a_timer_to_each_request(CorrectBackend):
     """Each request leaves a timer in the trainer's event loop, which holds the request."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._timers: list[asyncio.TimerHandle] = []
+    _timers: list[asyncio.TimerHandle] = own(list)
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         self._timers.append(asyncio.get_running_loop().call_later(3600, request.prompt_token_ids.count, 0))
@@ -296,10 +290,8 @@ class keeps_a_matrix_asleep(_Keeping):
 class keeps_the_cache_of_rows_asleep(KnowingRequests):
     """Asleep, a part of the KV cache stays in memory for each sample that ran beside others."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._rows = 1
-        self._kept = b""
+    _rows = 1
+    _kept = b""
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         self._rows = max(self._rows, len(self.flying) + 1)
@@ -361,9 +353,7 @@ class keeps_unloaded_adapters(_Keeping):
 class _Mapping(CorrectBackend):
     """Base class of mutants that keep files mapped: their memory is the page cache's, and no descriptor is open."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._mapped: list[object] = []
+    _mapped: list[object] = own(list)
 
     def map(self, file: Path) -> None:
         """Map a file for good."""
@@ -438,15 +428,6 @@ class reads_adapters_in_the_event_loop(CorrectBackend):
 
 
 @mutant("growth/requests_do_not_hold_the_event_loop", says="the event loop stood still")
-class waits_in_the_event_loop(CorrectBackend):
-    """A request blocks the event loop by sleeping."""
-
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
-        time.sleep(0.7)  # noqa: ASYNC251 - the mutant's fault
-        return await super().generate(request)
-
-
-@mutant("growth/requests_do_not_hold_the_event_loop", says="the event loop stood still")
 class reads_long_prompts_in_the_event_loop(CorrectBackend):
     """A request blocks the event loop for a quarter of a millisecond per token of its prompt."""
 
@@ -470,9 +451,7 @@ class computes_in_the_event_loop(CorrectBackend):
 class polls_while_idle(CorrectBackend):
     """A thread of the trainer's process asks again and again whether there is something to do."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._closed = threading.Event()
+    _closed = own(threading.Event)
 
     async def start(self, report: Callable[[str], None]) -> ModelInfo:
         threading.Thread(target=self._poll, daemon=True).start()

@@ -22,6 +22,7 @@ from drivetrain_conformance.mutants.spoil import (
     MixingMedia,
     completions_mutant,
     config_mutant,
+    own,
     request_mutant,
 )
 
@@ -47,9 +48,7 @@ class knows_images_by_their_ids(KnowingMedia):
 class keeps_what_old_weights_saw(CorrectBackend):
     """The features of an image that old weights made are used after an update."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._seen: dict[Hashable, GenerateResult] = {}
+    _seen: dict[Hashable, GenerateResult] = own(dict)
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         result = await super().generate(request)

@@ -8,11 +8,10 @@ from collections.abc import Callable
 
 from drivetrain.backend.base import Backend, GenerateRequest, GenerateResult, ModelInfo
 from drivetrain.errors import InvalidRequest
-from drivetrain.types.config import EngineConfig
 from drivetrain.types.outputs import TopLogprobs
 from drivetrain.types.sampling import LogprobsMode
 from drivetrain_conformance.mutants.registry import backend_mutants, mutant
-from drivetrain_conformance.mutants.spoil import CorrectBackend, answering, request_mutant, result_mutant
+from drivetrain_conformance.mutants.spoil import CorrectBackend, answering, own, request_mutant, result_mutant
 
 _ChangeTop = Callable[[int, float, TopLogprobs], TopLogprobs]
 """Returns a wrong list of top logprobs, given a token, its logprob and the right list."""
@@ -143,9 +142,7 @@ def gives_ranks_unasked(request: GenerateRequest, result: GenerateResult) -> Gen
 class loses_cached_prompt_logprobs(CorrectBackend):
     """Prompt tokens found in the cache have no logprobs."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._seen: set[tuple[int, ...]] = set()
+    _seen: set[tuple[int, ...]] = own(set)
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         prompt = tuple(request.prompt_token_ids)

@@ -14,7 +14,7 @@ from drivetrain.engine.pooling import Pooling
 from drivetrain.types.config import EngineConfig, Task
 from drivetrain_conformance.assets.served_models import copy_model
 from drivetrain_conformance.mutants.registry import mixed, mutant, spoiled_backend
-from drivetrain_conformance.mutants.spoil import CorrectBackend, config_mutant
+from drivetrain_conformance.mutants.spoil import CorrectBackend, config_mutant, own
 
 _T = TypeVar("_T")
 _CUT = 512
@@ -112,9 +112,7 @@ class halves_the_precision_of_vectors(CorrectBackend):
 
 
 class _Keeping(CorrectBackend):
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._kept: list[bytearray] = []
+    _kept: list[bytearray] = own(list)
 
 
 @mutant("embeddings/a_batch_changes_no_vector", says="more bytes of memory")

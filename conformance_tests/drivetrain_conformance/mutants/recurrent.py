@@ -10,7 +10,7 @@ from drivetrain.backend.base import GenerateRequest, GenerateResult
 from drivetrain.types.config import EngineConfig
 from drivetrain.types.modes import MemoryTag
 from drivetrain_conformance.mutants.registry import mutant
-from drivetrain_conformance.mutants.spoil import CorrectBackend, KnowingRequests
+from drivetrain_conformance.mutants.spoil import CorrectBackend, KnowingRequests, own
 
 _KINDS = ("mamba2", "falcon_h1", "qwen3_next")
 _COLUMNS = 128
@@ -41,9 +41,7 @@ class loses_states_where_buffers_grow(CorrectBackend):
 class moves_no_state_into_the_place_of_an_aborted_row(KnowingRequests):
     """The row that takes the place of an aborted one continues with the aborted row's state."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._moved: set[str] = set()
+    _moved: set[str] = own(set)
 
     async def abort(self, request_ids: list[str]) -> None:
         if _is_recurrent(self.config):
@@ -71,9 +69,7 @@ class rounds_states_between_steps(CorrectBackend):
 class wakes_with_states_of_other_rows(CorrectBackend):
     """The first row after a sleep begins with the state that another one left."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._slept = False
+    _slept = False
 
     async def sleep(self, tags: frozenset[MemoryTag]) -> None:
         self._slept = True
@@ -88,9 +84,7 @@ class wakes_with_states_of_other_rows(CorrectBackend):
 class _KeepingPrompts(CorrectBackend):
     """Answers a prompt of a recurrent model that came before from the state that it left."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._kept: dict[object, GenerateResult] = {}
+    _kept: dict[object, GenerateResult] = own(dict)
 
     def key(self, request: GenerateRequest) -> object:
         """Return what a kept state is found by."""

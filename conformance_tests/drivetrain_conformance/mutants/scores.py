@@ -11,11 +11,10 @@ import numpy as np
 
 from drivetrain.backend.base import GenerateRequest, GenerateResult
 from drivetrain.engine.engine import InferenceEngine
-from drivetrain.types.config import EngineConfig
 from drivetrain.types.outputs import GenerationOutput, VersionSpan
 from drivetrain.types.token_scores import Scoring, TokenScores
 from drivetrain_conformance.mutants.registry import mutant
-from drivetrain_conformance.mutants.spoil import CorrectBackend, request_mutant, result_mutant
+from drivetrain_conformance.mutants.spoil import CorrectBackend, own, request_mutant, result_mutant
 
 
 @mutant("scoring/scores_are_of_the_temperature", says="at temperature 0.5 is")
@@ -96,9 +95,7 @@ def scores_the_first_positions(request: GenerateRequest) -> GenerateRequest:
 class loses_the_positions_of_cached_prefixes(CorrectBackend):
     """Positions whose tokens are in the prefix cache have no scores."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._seen: set[tuple[int, ...]] = set()
+    _seen: set[tuple[int, ...]] = own(set)
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         result, prefix = await super().generate(request), tuple(request.prompt_token_ids[:16])
@@ -114,9 +111,7 @@ class loses_the_positions_of_cached_prefixes(CorrectBackend):
 class remembers_scores(CorrectBackend):
     """The logprobs of a sequence's own tokens are computed once, and given again after a weight update."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._known: dict[tuple[object, ...], bytes] = {}
+    _known: dict[tuple[object, ...], bytes] = own(dict)
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         result, scoring = await super().generate(request), request.scoring
@@ -158,9 +153,7 @@ class forgets_earlier_chunks(CorrectBackend):
 class scores_without_an_adapter_of_the_head(CorrectBackend):
     """Scores are those of the base model if the adapter changes the model's head."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._of_the_head: set[str] = set()
+    _of_the_head: set[str] = own(set)
 
     async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool) -> None:
         await super().load_lora_adapter(lora_name, lora_path, pinned)

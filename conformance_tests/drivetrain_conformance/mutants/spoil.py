@@ -11,8 +11,9 @@ import dataclasses
 import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from drivetrain.backend.base import Backend, EngineStats, GenerateRequest, GenerateResult, ModelInfo, TokenDelta
 from drivetrain.engine.engine import InferenceEngine
@@ -25,6 +26,15 @@ from drivetrain.types.sampling_mask import SamplingMask
 from drivetrain_conformance.mutants.registry import backend_mutants, engine_mutants, mixed
 
 ChangeRequest = Callable[[GenerateRequest], GenerateRequest]
+_T = TypeVar("_T")
+
+
+def own(kind: Callable[[], _T]) -> _T:
+    """Declare an attribute of which each engine has a value of its own.
+
+    For example, ``seen: set[str] = own(set)``.
+    """
+    return cast(_T, cached_property(lambda _: kind()))
 
 
 class CorrectBackend(Backend):
@@ -230,9 +240,7 @@ async def waits_in_open(fifo: Path) -> None:
 class KnowingRequests(CorrectBackend):
     """Base class of mutants that need to know which requests are in flight."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self.flying: set[str] = set()
+    flying: set[str] = own(set)
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """Generate with the correct backend."""
@@ -258,9 +266,7 @@ class KnowingRequests(CorrectBackend):
 class KnowingMedia(CorrectBackend):
     """Answers a prompt whose ids were seen before with the media that it had then."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._media_by_ids: dict[tuple[int, ...], tuple[MediaInput, ...]] = {}
+    _media_by_ids: dict[tuple[int, ...], tuple[MediaInput, ...]] = own(dict)
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         media = self._media_by_ids.setdefault(tuple(request.prompt_token_ids), request.media)
@@ -270,9 +276,7 @@ class KnowingMedia(CorrectBackend):
 class MixingMedia(CorrectBackend):
     """Answers a request with the media of the first one in flight that is like it."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._in_flight: list[GenerateRequest] = []
+    _in_flight: list[GenerateRequest] = own(list)
 
     def is_like(self, request: GenerateRequest, other: GenerateRequest) -> bool:
         """Return whether two requests have as many media."""
@@ -362,11 +366,9 @@ def resubmitting(
     class Wrong(CorrectBackend):
         """Keeps only the tokens of a frozen request."""
 
-        def __init__(self, config: EngineConfig) -> None:
-            super().__init__(config)
-            self._flying: set[str] = set()
-            self._ended: dict[str, asyncio.Future[bool]] = {}
-            """Requests that were ended by a freeze, each with whether it goes on."""
+        _flying: set[str] = own(set)
+        _ended: dict[str, asyncio.Future[bool]] = own(dict)
+        """Requests that were ended by a freeze, each with whether it goes on."""
 
         async def freeze(self, mode: PauseMode) -> None:
             if mode is frozen:

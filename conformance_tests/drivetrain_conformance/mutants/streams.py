@@ -13,10 +13,9 @@ from drivetrain.backend.toolkit.deadlines import deadline
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.engine.validation import as_prompts, check_sampling_params
 from drivetrain.errors import DeadlineExceeded
-from drivetrain.types.config import EngineConfig
 from drivetrain.types.outputs import CompletionChunk, GenerationOutput, TopLogprobs
 from drivetrain_conformance.mutants.registry import mutant
-from drivetrain_conformance.mutants.spoil import CorrectBackend, deltas_mutant
+from drivetrain_conformance.mutants.spoil import CorrectBackend, deltas_mutant, own
 
 _Deltas = AsyncGenerator[TokenDelta, None]
 
@@ -131,9 +130,7 @@ async def streams_logprobs_of_the_token_before(deltas: _Deltas) -> _Deltas:
 class goes_on_after_a_stream_is_closed(CorrectBackend):
     """Closing a stream early leaves its request running in the engine."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._left: set[asyncio.Task[None]] = set()
+    _left: set[asyncio.Task[None]] = own(set)
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
         deltas: asyncio.Queue[TokenDelta] = asyncio.Queue()

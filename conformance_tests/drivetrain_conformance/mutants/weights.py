@@ -32,7 +32,6 @@ from drivetrain.errors import (
     WeightPlanMismatch,
     WeightVerifyFailed,
 )
-from drivetrain.types.config import EngineConfig
 from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain.types.outputs import FinishReason, VersionSpan
 from drivetrain.types.weights import (
@@ -53,7 +52,7 @@ from drivetrain.types.weights import (
 )
 from drivetrain_conformance.assets.weight_sources import tensors_of, write_checkpoint
 from drivetrain_conformance.mutants.registry import mutant
-from drivetrain_conformance.mutants.spoil import CorrectBackend, KnowingRequests, result_mutant
+from drivetrain_conformance.mutants.spoil import CorrectBackend, KnowingRequests, own, result_mutant
 
 # What is loaded ------------------------------------------------------------------------------------------------------
 
@@ -282,9 +281,7 @@ class stands_still_while_it_prepares(CorrectBackend):
 class reads_old_tensors(CorrectBackend):
     """A tensor that was read once is returned as it was then."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._read: dict[str, TensorData] = {}
+    _read: dict[str, TensorData] = own(dict)
 
     async def read_weight(self, name: str) -> TensorData:
         if name not in self._read:
@@ -296,9 +293,7 @@ class reads_old_tensors(CorrectBackend):
 class leaves_what_is_nearly_equal(CorrectBackend):
     """An update leaves a tensor as it was if no value would change by more than a hundred-thousandth."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._left: dict[str, TensorData] = {}
+    _left: dict[str, TensorData] = own(dict)
 
     async def read_weight(self, name: str) -> TensorData:
         read = await super().read_weight(name)
@@ -375,9 +370,7 @@ class refuses_what_its_loader_computes(CorrectBackend):
 class listens_everywhere_for_a_group(CorrectBackend):
     """While a broadcast group at a loopback address lives, the engine listens on every interface."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._stores: dict[str, socket.socket] = {}
+    _stores: dict[str, socket.socket] = own(dict)
 
     async def init_communicator(self, spec: CommunicatorSpec) -> None:
         await super().init_communicator(spec)

@@ -40,9 +40,9 @@ class Step:
     kept: Mask
     """Tokens that can be drawn."""
     surely: Mask
-    """Tokens that can be drawn however logits are off within the slack."""
+    """Tokens that can be drawn whatever the error of the logits, within the slack."""
     possibly: Mask
-    """Tokens that can be drawn for some error of the logits within the slack."""
+    """Tokens that can be drawn for some error of the logits, within the slack."""
 
     @property
     def is_clear(self) -> bool:
@@ -60,7 +60,7 @@ class Step:
         return log_softmax(np.where(self.kept, self.scaled, -np.inf))
 
     def bounds(self, mode: LogprobsMode, token: int) -> tuple[float, float]:
-        """Return the least and the greatest logprob that ``token`` may have, as rounding may change which are kept."""
+        """Return the least and the greatest logprob of ``token``: rounding may change which tokens are kept."""
         match mode:
             case LogprobsMode.RAW:
                 return float(self.raw[token]), float(self.raw[token])
@@ -136,7 +136,7 @@ def with_effective_filters(params: SamplingParams, prompts: Sequence[Sequence[in
         return [_kept(row / (one.temperature or 1.0), one).tobytes() for row in scaled]
 
     def effective(fields: dict[str, float]) -> int:
-        """For how many prompts the filter matters that matters least."""
+        """Return the number of prompts that the least effective of the three filters changes."""
         together = kept(fields)
         without = (kept({**fields, name: off}) for name, off in _FILTERS_OFF.items())
         return min(sum(one != other for one, other in zip(together, left, strict=True)) for left in without)

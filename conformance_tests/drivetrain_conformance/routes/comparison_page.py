@@ -10,7 +10,7 @@ from drivetrain.errors import InvalidConfig
 from drivetrain_conformance.assets.page_templates import rendered
 from drivetrain_conformance.harness.verdict import Verdict
 from drivetrain_conformance.routes.dialect import Dialect
-from drivetrain_conformance.routes.run import RouteEntry, RouteReport
+from drivetrain_conformance.routes.run import RouteReport
 
 _WORDS: Final = {
     Verdict.PASSED: "yes",
@@ -72,10 +72,7 @@ def _table(dialect: Dialect, reports: list[RouteReport]) -> DialectTable:
     groups: dict[str, list[Row]] = {}
     for case, entry in {case: entry for entries in reversed(by_case) for case, entry in entries.items()}.items():
         group, _, name = case.partition("/")
-        cells = [_cell(entries.get(case)) for entries in by_case]
+        verdicts = [entries[case].verdict if case in entries else Verdict.NOT_RUN for entries in by_case]
+        cells = [_WORDS[verdict] for verdict in verdicts]
         groups.setdefault(group, []).append(Row(name, entry.summary, cells))
     return DialectTable(_TITLES[dialect], reports, [Group(name, rows) for name, rows in groups.items()])
-
-
-def _cell(entry: RouteEntry | None) -> str:
-    return _WORDS[Verdict.NOT_RUN if entry is None else entry.verdict]

@@ -149,8 +149,8 @@ class GenerateResult:
     sampling_mask: SamplingMask | None = None
     """Ids that each token was drawn from. May be None if there are no tokens."""
     scores: TokenScores | None = None
-    """Logprobs that the request's ``scoring`` asks for. May be None without it, aborted before the prompt was read, or
-    for a prompt of one token."""
+    """Logprobs that the request's ``scoring`` asks for. May be None if the request has no ``scoring``, was aborted
+    before its prompt was read, or has a prompt of one token."""
 
 
 @dataclass(frozen=True, slots=True)

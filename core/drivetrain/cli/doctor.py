@@ -74,11 +74,17 @@ def doctor(
     """
     with progress("doctor") as report:
         report("looking at this machine")
-        checks = [_python(), _drivetrain(), *_torch(), _transformers(), _memory(), _shared_memory(), _temporary_space()]
+        checks = [
+            Check("python", Verdict.OK, f"{platform.python_version()} at {sys.executable}"),
+            Check("drivetrain", Verdict.OK, importlib.metadata.version("drivetrain")),
+            *(*_torch(), _transformers(), _memory(), _shared_memory(), _temporary_space()),
+        ]
         report("loading the backends")
         infos, wanted = list_backends(), set(backend or ())
         checks += [_backend(info, wanted) for info in infos]
-        checks += [_unknown(name) for name in sorted(wanted - {info.name for info in infos})]
+        for name in sorted(wanted - {info.name for info in infos}):
+            lacking = "no installed package provides it; 'drivetrain backends' lists all"
+            checks.append(Check(f"backend {name}", Verdict.FAILED, lacking))
         checks += _disabled(infos)
         available = [info.name for info in infos if info.status is BackendStatus.AVAILABLE]
         if not available:
@@ -96,14 +102,6 @@ def doctor(
         out.print(table)
     if failed:
         raise typer.Exit(1)
-
-
-def _python() -> Check:
-    return Check("python", Verdict.OK, f"{platform.python_version()} at {sys.executable}")
-
-
-def _drivetrain() -> Check:
-    return Check("drivetrain", Verdict.OK, importlib.metadata.version("drivetrain"))
 
 
 def _torch() -> list[Check]:
@@ -174,10 +172,6 @@ def _backend(info: BackendInfo, wanted: Collection[str]) -> Check:
         return Check(name, Verdict.OK, f"{info.engine_distribution} {info.engine_version}")
     failed = info.status is BackendStatus.BROKEN or info.name in wanted
     return Check(name, Verdict.FAILED if failed else Verdict.WARNING, f"{info.status.value}: {info.reason}")
-
-
-def _unknown(name: str) -> Check:
-    return Check(f"backend {name}", Verdict.FAILED, "no installed package provides it; 'drivetrain backends' lists all")
 
 
 def _none_available(infos: list[BackendInfo], run: bool) -> Check:

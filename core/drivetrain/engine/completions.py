@@ -21,7 +21,7 @@ from drivetrain.types.token_scores import TokenScores
 
 
 def aborted_before_start(sample: Sample) -> GenerateResult:
-    """The result of a request that was aborted while it waited."""
+    """Return the result of a request that was aborted while it waited."""
     request = sample.request
     wants = request.params.logprobs is not None
     return GenerateResult(
@@ -34,13 +34,13 @@ def aborted_before_start(sample: Sample) -> GenerateResult:
 
 
 def is_unlabelled_score(sample: Sample, result: GenerateResult) -> bool:
-    """Return whether a prompt was only scored and the result names no weight version."""
+    """Return whether the result belongs to a prompt that was only scored, and names no weight version."""
     scored = sample.request.max_new_tokens == 0 and result.finish_reason is not FinishReason.ABORT
     return scored and not result.weight_versions
 
 
 def labelled_score(result: GenerateResult, version: str) -> GenerateResult:
-    """Let the result of a prompt that was only scored say which weights read it: it has no token that could."""
+    """Record the weight version in the result of a prompt that was only scored: no token carries the version."""
     return replace(result, weight_versions=[VersionSpan(version, 0, 0)])
 
 
@@ -76,7 +76,7 @@ def to_completion(sample: Sample, result: GenerateResult, tokenizer: Tokenizer) 
             result = _cut(result, found.token_count)
             ids, matched = result.token_ids, found.matched
     else:
-        later = ids[:-1] if result.matched_stop is not None else ids[:]  # the caller may change its list
+        later = ids[:-1] if result.matched_stop is not None else ids[:]  # a copy: the caller may change its list
     wants_logprobs = params.logprobs is not None
     completion = Completion(
         request_id=request.request_id,
@@ -170,7 +170,7 @@ def check_sampled_ids(sample: Sample, token_ids: Sequence[int]) -> None:
 
 
 def _check_numbers(request: GenerateRequest, result: GenerateResult) -> None:
-    # A sum is NaN if one of its terms is: logprobs are at most 0, so that no infinities cancel out.
+    # The sum is NaN exactly if a logprob is: none is above 0, so no two infinities cancel out.
     if result.logprobs and math.isnan(sum(result.logprobs)):
         raise non_finite_logits(request, next(at for at, value in enumerate(result.logprobs) if math.isnan(value)))
     if result.prompt_logprobs and math.isnan(sum(value for value in result.prompt_logprobs if value is not None)):

@@ -70,17 +70,15 @@ def vision_capabilities(config: EngineConfig) -> frozenset[Capability]:
 
     Reads only the model's ``config.json``. Videos need PyAV, and torchvision for transformers' video processors.
     """
-    model_type = _model_type(config)
+    if config.task is not Task.GENERATE:
+        return frozenset()
+    model_type = model_file(config, "config.json").get("model_type")
     claimed: set[Capability] = set()
     if model_type in IMAGE_MODELS:
         claimed.add(Capability.IMAGES)
     if model_type in VIDEO_MODELS and all(importlib.util.find_spec(name) for name in ("av", "torchvision")):
         claimed.add(Capability.VIDEO)
     return frozenset(claimed)
-
-
-def _model_type(config: EngineConfig) -> str | None:
-    return str(model_file(config, "config.json").get("model_type")) if config.task is Task.GENERATE else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,8 @@ class CompletionAnswer:
         }
 
     def _choice(self, completion: Completion) -> CompletionChoice:
-        shown = self._prompt_text(completion) if self._asked.echo else ""
+        prompt = completion.prompt_token_ids
+        shown = self._tokenizer(prompt, skip_special_tokens=self._skip) if self._asked.echo else ""
         return {
             "index": self._index(completion),
             "text": shown + completion.text,
@@ -54,7 +55,7 @@ class CompletionAnswer:
             "finish_reason": FINISH_REASON[completion.finish_reason],
             "token_ids": completion.token_ids,
             **ending(completion),
-            "prompt_token_ids": completion.prompt_token_ids,
+            "prompt_token_ids": prompt,
         }
 
     def _index(self, piece: Completion | CompletionChunk) -> int:
@@ -70,10 +71,6 @@ class CompletionAnswer:
         return TextOffsets(self._tokenizer, skip_special_tokens=self._skip, start=start)
 
     # With the prompt ---------------------------------------------------------------------------------------------
-
-    def _prompt_text(self, completion: Completion) -> str:
-        """Return the decoded prompt."""
-        return self._tokenizer(completion.prompt_token_ids, skip_special_tokens=self._skip)
 
     def _echoed(self, completion: Completion, shown: str) -> CompletionLogprobs | None:
         if completion.logprobs is None or completion.prompt_logprobs is None:

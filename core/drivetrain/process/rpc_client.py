@@ -147,7 +147,7 @@ class RpcClient(asyncio.Protocol):
             )
         try:
             packed = method.pack(arguments)
-        except WireError as error:  # the same input is refused so where the engine runs in this process
+        except WireError as error:  # an engine in this process refuses the same input with the same error
             raise InvalidRequest(f"an argument of {method.name} cannot be sent to the engine: {error}") from error
         call_id = next(self._ids)
         self._send(Call(call_id, method.name, packed))
@@ -179,10 +179,10 @@ class RpcClient(asyncio.Protocol):
         try:
             reply.set_result(method.result.decode(message.result))
         except WireError as error:
-            reply.set_exception(WireError(f"what the engine's {method.name} returned is not what it says: {error}"))
+            reply.set_exception(WireError(f"the engine's {method.name} returned another type than declared: {error}"))
 
     def _not_for_a_call(self, what: str, call_id: int) -> None:
-        """End a plain call that was answered as a stream is: no reply to it will come."""
+        """Fail a plain call that got a message meant for streams, as no reply will follow."""
         method, reply = self._calls.pop(call_id, (None, None))
         if method is not None and reply is not None and not reply.done():
             self._send(Cancel(call_id))
@@ -198,7 +198,7 @@ class RpcClient(asyncio.Protocol):
         except WireError as error:
             del self._streams[message.id]
             self._send(Cancel(message.id))
-            stream.end(WireError(f"what the engine's {stream.method.name} yielded is not what it says: {error}"))
+            stream.end(WireError(f"the engine's {stream.method.name} yielded another type than declared: {error}"))
 
     def _failed(self, message: Failure) -> None:
         error = self._exception(message)

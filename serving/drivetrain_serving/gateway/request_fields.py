@@ -1,4 +1,7 @@
-"""Fields of requests that become chat completions, for the OpenAPI document; other fields are those of these."""
+"""Fields, for the OpenAPI document, of requests that the gateway turns into chat completions.
+
+Fields that are not listed here are those of chat completions.
+"""
 
 from __future__ import annotations
 

@@ -306,7 +306,8 @@ class ControlRoutes:
         level = query.get("level", "1")
         if level not in ("0", "1", "2"):
             raise InvalidRequest(f"level={shown(level)}: expected 0, 1 or 2", field="level")
-        if level == "1" and not self._engine.config.sleep_keeps_weights and self._frees(MemoryTag.WEIGHTS):
+        drops_weights = self._engine.supports(Capability.SLEEP_WEIGHTS) and not self._engine.config.sleep_keeps_weights
+        if level == "1" and drops_weights:
             dropped = "level=1 keeps the weights, and this engine drops them when it sleeps"
             if not self._engine.supports(Capability.SLEEP_KEEPS_WEIGHTS):
                 raise UnsupportedCapability(f"{dropped}; ask for level 2, and push weights after it")
@@ -318,9 +319,6 @@ class ControlRoutes:
             await self._engine.sleep()
         self._served.slept = True
         return json_answer(types.Sleeping(status="sleeping", level=int(level)))
-
-    def _frees(self, tag: MemoryTag) -> bool:
-        return self._engine.supports(f"sleep_{tag.value}")
 
     @documented(query=WakeQuery, answer=types.Woken)
     @_refusals(error_answer)

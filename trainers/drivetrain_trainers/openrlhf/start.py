@@ -6,7 +6,7 @@ import asyncio
 import os
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 
 from ray.actor import ActorHandle
 from ray.util.placement_group import PlacementGroup
@@ -28,30 +28,9 @@ _LOGPROBS: Final = {"raw_logprobs": LogprobsMode.RAW, "processed_logprobs": Logp
 """vLLM's modes whose numbers are logprobs."""
 
 
-class CreateEngines(Protocol):
-    """The signature of OpenRLHF's ``create_vllm_engines``."""
-
-    def __call__(
-        self,
-        num_engines: int,
-        tensor_parallel_size: int,
-        pretrain: str,
-        seed: int,
-        full_determinism: bool,
-        enable_prefix_caching: bool,
-        enforce_eager: bool,
-        max_model_len: int,
-        shared_pg: PlacementGroup | None = None,
-        gpu_memory_utilization: float | None = None,
-        vllm_enable_sleep: bool = False,
-        logprobs_mode: str | None = None,
-        agent_func_path: str | None = None,
-        remote_rm_url: str | Sequence[str] | None = None,
-        max_images_per_prompt: int = 0,
-    ) -> list[ActorHandle[object]]: ...
-
-
-def create_engines_with(engine: str | os.PathLike[str] | Mapping[str, object], **fields: object) -> CreateEngines:
+def create_engines_with(
+    engine: str | os.PathLike[str] | Mapping[str, object], **fields: object
+) -> Callable[..., list[ActorHandle[object]]]:
     """Return a function to put in the place of OpenRLHF's ``create_vllm_engines``.
 
     It returns Ray actors with the methods that OpenRLHF's trainer calls, when all engines have started.

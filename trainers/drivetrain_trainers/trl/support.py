@@ -113,11 +113,11 @@ def require_supported(trainer: Trainer, *, share: bool) -> None:
 
     Args:
         trainer: The trainer.
-        share: One engine for all of its processes.
+        share: True if one engine serves all processes of the trainer.
 
     Raises:
         UnsupportedCapability: this release of TRL lacks an attribute that rollouts need.
-        InvalidRequest: the trainer is set to something that rollouts do not do.
+        InvalidRequest: a setting of the trainer is one that rollouts do not support.
     """
     missing = [name for name in _OF_A_TRAINER if not hasattr(trainer, name)]
     if missing:
@@ -144,11 +144,11 @@ def refuse_images() -> NoReturn:
 
 
 def refuse_release(why: str) -> NoReturn:
-    """Raise for a release of TRL that lacks something."""
+    """Raise :class:`UnsupportedCapability` for a release of TRL that lacks what ``why`` names."""
     raise UnsupportedCapability(
         f"TRL {version('trl')} is not supported: {why}. TRL {SEEN} was seen to work: pip install trl=={SEEN}"
     )
 
 
 def _refuse(what: str, remedy: str) -> NoReturn:
-    raise InvalidRequest(f"the trainer has {what}, which rollout() does not do; {remedy}", field="trainer")
+    raise InvalidRequest(f"the trainer has {what}, which rollout() does not support; {remedy}", field="trainer")

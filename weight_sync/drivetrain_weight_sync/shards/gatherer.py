@@ -43,9 +43,9 @@ from drivetrain_weight_sync.transports.base import slot
 _BUFFERS: Final = 2
 """Buffers for buckets: one is staged while the next is gathered."""
 _POLL_S: Final = 0.1
-"""How often a wait for other ranks looks whether it was interrupted."""
+"""Seconds between two looks of a wait for other ranks at whether it was interrupted."""
 _HELLO_S: Final = 10.0
-"""How long a connection may take to show the key."""
+"""Seconds that a connection may take to show the key."""
 
 Rename = Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 
@@ -71,7 +71,7 @@ class Gatherer:
         self._left: set[int] = set()
         """Ranks that told this one of an error of their own in this push, and left."""
         self._late: set[int] = set()
-        """Ranks for which the last push's failure was left in the store."""
+        """Ranks that had not come when the last push failed; its error waits for them in the store."""
         self._interrupted = threading.Event()
         self._pieces: dict[int, tuple[Piece, ...]] = {}
         """Pieces that each other rank offered last."""
@@ -84,15 +84,15 @@ class Gatherer:
         self._tensors: list[torch.Tensor] = []
         self._rename: Rename = dict
         self._outlines: dict[str, torch.Tensor] = {}
-        """Every tensor on the meta device, under the trainer's first name of it."""
+        """Each tensor's shape and dtype as a meta tensor, by the first name that the trainer gave the tensor."""
         self._of_storage: dict[int, str] = {}
-        """The same names, by the outlines' storages."""
+        """Names of ``_outlines``, by the meta tensor's storage."""
         self.gpus: dict[int, str] = {}
         """UUID of the GPU that holds a rank's shards; empty if none does."""
         self._hosts: set[str] = set()
         self._parts = PartStager()
         self._asked: dict[int, tuple[Link, tuple[tuple[PartSpec, ...], ...]]] = {}
-        """Parts that other ranks were last asked to stage, and over which connection."""
+        """By rank: the connection, and the parts that the rank was last asked to stage."""
         self._ahead = ThreadPoolExecutor(1, "drivetrain-gathers")
         self._coming: Future[dict[str, torch.Tensor]] | None = None
 
@@ -136,11 +136,11 @@ class Gatherer:
         return len(self._hosts) == 1
 
     def outline(self) -> dict[str, torch.Tensor]:
-        """Return every tensor under its checkpoint name, on the meta device."""
+        """Return a meta tensor of each tensor's shape and dtype, by checkpoint name."""
         return self._named(self._outlines)
 
     def parts_of(self, outline: torch.Tensor) -> Sequence[Part]:
-        """Return the parts of the trainer's tensor of which a tensor of :meth:`outline` is all or a view."""
+        """Return the parts of the trainer's tensor that a tensor of :meth:`outline` shows in whole or as a view."""
         return self._inventory.parts[self._of_storage[storage_of(outline)]]
 
     def stage_parts(

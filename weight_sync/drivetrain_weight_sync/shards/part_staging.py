@@ -78,7 +78,7 @@ class PartStager:
         strange: dict[str, str],
         pace: Pace | None,
     ) -> dict[str, int]:
-        """Copy and sum GPU tensors in one launch; return the sums of those that were."""
+        """Copy GPU tensors in one launch, which also sums them; return the sums of the tensors that it copied."""
         copies = [DeviceCopy(values[part.name], slots[part.name], part.name, begin=part.begin) for part in parts]
         copies = [copy for copy in copies if reaches(copy.source) and can_look(copy.source.dtype) and fits(copy)]
         if not copies:

@@ -70,12 +70,12 @@ class TracedTarget:
     ) -> None:
         self._at_once = at_once
         self._batches: dict[Hashable, DeviceCopies] = {}
-        """By stable-address key of the tensors that they copy."""
+        """Batches of copies, by the stable-address key of the tensors that they copy."""
         self._addresses: tuple[int, ...] = ()
         """Addresses of the engine's tensors when the batches were made."""
         self._launched: list[Launched] = []
         self._conversions: dict[Hashable, Conversion] = {}
-        """By stable-address key of the tensors that they read."""
+        """Conversions, by the stable-address key of the tensors that they read."""
         self.derived: Derived | None = None
         """Tensors that the engine computes from its weights; recomputed after each update."""
         self._load_weights = load_weights
@@ -83,7 +83,7 @@ class TracedTarget:
         self._parts_of: dict[str, list[nn.Module]] = {}
         """For each tensor that the engine keeps in another form, the modules made from it."""
         self._computed: set[str] = set()
-        """The subset of these that the loader itself computes with."""
+        """Tensors of ``_parts_of`` that the loader itself computes with."""
         with nullcontext() if converted is None else converted.as_loaded():
             recording = trace_loader(load_weights, checkpoint.tensors)
             self._note_parts(recording, model)
@@ -147,7 +147,7 @@ class TracedTarget:
         return covered >= torch.Size(self._specs[name].shape).numel()
 
     def _parts(self, name: str) -> list[Copy]:
-        """Return the copies of a tensor, each part once: those of tied tensors repeat them."""
+        """Return the copies of a tensor, each part once; tied tensors have the same copies several times."""
         return list({(copy.size, copy.stride, copy.offset): copy for copy in self._copies[name]}.values())
 
     @cached_property
@@ -178,7 +178,7 @@ class TracedTarget:
         return [storage.data_ptr for storage in self.storages]
 
     def manifest(self) -> WeightManifest:
-        """Return every tensor that a complete update must bring, in the engine's dtypes."""
+        """Return the tensors that a complete update must bring, in the engine's dtypes."""
         return self._manifest
 
     def check_ready(self) -> None:

@@ -30,7 +30,7 @@ class MergedAdapters:
         self._stand_ins: dict[int, tuple[torch.Tensor, str, nn.Module, str]] = {}
         """By storage: the stand-in, the name of the layer that holds the tensor, that layer, and the path in it."""
         self._last: tuple[str, nn.Module] | None = None
-        """The layer that was merged last: its tensors are mostly asked for one after another."""
+        """The layer that was merged last, kept because a layer's tensors are mostly asked for one after another."""
 
     def __bool__(self) -> bool:
         return bool(self._stand_ins)
@@ -48,13 +48,13 @@ class MergedAdapters:
         return _base_weights(module, pairs, self)
 
     def stand_in(self, tensor: torch.Tensor, name: str, layer: nn.Module, path: str) -> torch.Tensor:
-        """Return a tensor without memory, of the form of ``tensor``, which ``layer`` holds at ``path``."""
+        """Return a meta tensor like ``tensor``, which ``layer`` holds at ``path``."""
         made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         self._stand_ins[storage_of(made)] = made, name, layer, path
         return made
 
     def resolved(self, tensor: torch.Tensor) -> torch.Tensor | DerivedTensor:
-        """Return how to compute the tensor that ``tensor`` stands for; return any other tensor as it is."""
+        """Return how to compute the tensor that a stand-in stands for; return any other tensor as it is."""
         if not tensor.is_meta or (found := self._stand_ins.get(storage_of(tensor))) is None:
             return tensor
         whole, name, layer, path = found
@@ -144,7 +144,7 @@ def _merged_copy(name: str, layer: nn.Module) -> nn.Module:
 
 
 def _require_mergeable(apart: Mapping[str, nn.Module], merging: MergedAdapters | None) -> None:
-    """Raise unless the layers' adapters, which are not merged, can be merged in a copy."""
+    """Raise if the unmerged adapters of a layer in ``apart`` cannot be merged into a copy of the layer."""
     both = (
         "call merge_adapter() before the push and unmerge_adapter() after it, or push the adapter alone with LoraSync"
     )

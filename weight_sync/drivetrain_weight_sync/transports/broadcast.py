@@ -32,7 +32,7 @@ from drivetrain_weight_sync.transports.updatable_engine import AdaptableEngine, 
 _BUFFERS: Final = 2
 """Buffers for buckets: one is packed or loaded while another is under way."""
 _BYTES_PER_CALL: Final[Mapping[GroupBackend, int]] = {"gloo": 1 << 30, "nccl": 16 << 30}
-"""Most bytes that the engine receives in one call: each call has a deadline, but costs time between two."""
+"""Most bytes that the engine receives in one call. Each call has a deadline; a pause between two calls costs time."""
 _GRACE_S: Final = 5.0
 """How long a broken broadcast waits for the engine's answer, such as its death or a fleet's lost engine."""
 _logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ _T = TypeVar("_T")
 
 
 def require_own_gpu(own: str, engines: Sequence[str]) -> None:
-    """Refuse a group of NCCL in which a rank of the engine is on the trainer's GPU.
+    """Refuse an NCCL group in which a rank of the engine is on the trainer's GPU.
 
     Args:
         own: UUID of the trainer's GPU.
@@ -76,7 +76,7 @@ class BroadcastSender(Sender):
         self._name = _new_name()
         """Name of the group, formed or not."""
         self._engines_group: str | None = None
-        """Name of the group that the engine joined last, until it was told to leave."""
+        """Name of the group that the engine joined last; None once the engine was told to leave it."""
         self._group: Group | None = None
         self._ranks: tuple[str, ...] = ()
         """Names of the engine's ranks in the group."""
@@ -132,7 +132,7 @@ class BroadcastSender(Sender):
             self.leave()
             engines.cancel()
             await asyncio.gather(joining, engines, return_exceptions=True)
-            self.leave()  # it may have formed in the meantime
+            self.leave()  # the group may have formed in the meantime
             raise
         self._engines_group = spec.group_name
 
@@ -161,11 +161,11 @@ class BroadcastSender(Sender):
         self._tensors[name] = tensor if held else tensor.to(dtype_of(self._specs[name]), copy=True)
 
     def put_derived(self, name: str, tensor: torch.Tensor, derived: DerivedTensor) -> None:
-        """Keep how to compute the tensor, which is done when its bucket is packed."""
+        """Remember how to compute the tensor; it is computed when its bucket is packed."""
         self._tensors[name] = derived
 
     def source(self) -> BroadcastSource:
-        """Name the group, which :meth:`connect` forms."""
+        """Return a source that names the group, which :meth:`connect` forms."""
         return BroadcastSource(group_name=self._name)
 
     async def apply(self, engine: UpdatableEngine, request: WeightUpdateRequest) -> UpdateUnderWay:
@@ -286,7 +286,7 @@ class BroadcastReader(Reader):
             broadcast.precede()
             yield [index]
             if len(self._under_way) == 1:
-                # Make sure that the broadcasts ended before anyone waits for launched work: a trainer may be gone.
+                # Wait for the broadcasts before anything waits for launched work, as the trainer may be gone.
                 broadcast.wait()
             self._under_way.popleft()
 
@@ -325,7 +325,7 @@ class Buffers:
         self._next = 0
 
     def begin(self) -> None:
-        """Start with the first buffer again, so that a bucket has the same memory in every update."""
+        """Start again with the first buffer, so that each bucket has the same memory in every update."""
         self._next = 0
 
     def next(self, nbytes: int, device: torch.device) -> torch.Tensor:

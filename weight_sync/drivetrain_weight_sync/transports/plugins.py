@@ -27,7 +27,7 @@ class Transport(ABC):
     """
 
     name: ClassVar[str]
-    """The name by which a trainer chooses it, and of its entry point."""
+    """The name by which a trainer chooses the transport; its entry point has the same name."""
 
     def __init__(self, directory: Path | None = None) -> None:
         self.directory = directory

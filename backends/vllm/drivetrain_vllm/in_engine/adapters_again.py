@@ -45,7 +45,7 @@ class _Layer:
 
 @dataclass(eq=False, slots=True)
 class _Form:
-    """A configuration, and shapes of tensors, that vLLM has loaded."""
+    """An adapter's configuration and tensor shapes, which vLLM has loaded once."""
 
     config: Mapping[str, object]
     tensors: Mapping[str, object]
@@ -55,9 +55,9 @@ class _Form:
     scales: dict[float, list[str]]
     """Names of the tensors that vLLM multiplies, by factor."""
     copies: dict[int, list[Copy]] = field(default_factory=dict)
-    """For each slot that it was loaded into: one copy or more for each tensor, in the order of ``sources``."""
+    """By slot: the copies that filled it, one or more for each tensor, in the order of ``sources``."""
     sources: dict[int, list[int]] = field(default_factory=dict)
-    """For each of these copies, the index of its tensor."""
+    """By slot: the index of each copy's tensor."""
     can_copy: bool = True
     """False once a slot was found to hold something else than copies of the tensors."""
 
@@ -73,9 +73,9 @@ class LoadsAgain:
         self._manager = manager
         self._forms: list[_Form] = []
         self._form_of: weakref.WeakKeyDictionary[Any, _Form] = weakref.WeakKeyDictionary()
-        """Form of each ``LoRAModel`` that came as tensors."""
+        """Form of each ``LoRAModel`` that was made from tensors in memory."""
         self._first: weakref.WeakKeyDictionary[Any, tuple[HeldAdapter, dict[str, float]]] = weakref.WeakKeyDictionary()
-        """Models of a new form that vLLM has not put into a slot yet, with the factors of their tensors."""
+        """For each ``LoRAModel`` of a new form that is in no slot yet: its tensors, and the factor of each."""
         self._in_slot: dict[int, _Form | None] = {}
         """Form of the adapter that was last written to each slot: outside of its copies, the slot holds zeros."""
         self._has_heads = any(hasattr(layer, "set_module_to_save") for layer in manager.modules.values())
@@ -97,7 +97,7 @@ class LoadsAgain:
         return model
 
     def noted(self, held: HeldAdapter, model: Any) -> Any:
-        """Note a ``LoRAModel`` that vLLM made, and return it."""
+        """Remember a ``LoRAModel`` that vLLM made, and return it."""
         names = {id(tensor): name for name, tensor in held.tensors.items()}
         factors = {names[id(lora.lora_b)]: lora.scaling for lora in model.loras.values() if id(lora.lora_b) in names}
         self._first[model] = held, factors

@@ -143,7 +143,8 @@ class Worker(RankWeights):
 
     def occupied(self) -> tuple[int, int]:
         """Return bytes of the cache and of the weights, on all ranks."""
-        weights = {tensor.untyped_storage()._cdata: _nbytes(tensor) for tensor in self.model.parameters()}
+        storages = [tensor.untyped_storage() for tensor in self.model.parameters()]
+        weights = {storage._cdata: storage.nbytes() for storage in storages}
         own = (
             0 if MemoryTag.KV_CACHE in self.asleep else sum(storage.nbytes() for storage in self.cache()),
             0 if MemoryTag.WEIGHTS in self.asleep else sum(weights.values()),
@@ -161,12 +162,9 @@ class Worker(RankWeights):
         """Memory that sleeps by tag. First accessed while the weights are awake."""
         storages = {MemoryTag.WEIGHTS: self.target.storages, MemoryTag.KV_CACHE: self.cache()}
         if next(self.model.parameters()).device.type != "cpu":
-            return DeviceMemory(storages, keeps_weights=self._keeps_weights)
+            keeps_weights = bool(self._worker.vllm_config.additional_config.get(KEEPS_WEIGHTS))
+            return DeviceMemory(storages, keeps_weights=keeps_weights)
         return HostMemory(storages)
-
-    @property
-    def _keeps_weights(self) -> bool:
-        return bool(self._worker.vllm_config.additional_config.get(KEEPS_WEIGHTS))
 
     def sleep(self, tags: frozenset[MemoryTag]) -> None:
         """Give memory back."""
@@ -229,7 +227,3 @@ def _tensors(held: Any) -> Iterator[torch.Tensor]:
     elif isinstance(held, list | tuple):
         for item in held:
             yield from _tensors(item)
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().nbytes()
