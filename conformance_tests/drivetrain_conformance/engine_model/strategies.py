@@ -198,7 +198,11 @@ def sampling_params(
     maybe("return_routed_experts", st.just(True), Capability.ROUTED_EXPERTS)
     maybe("return_prompt_routed_experts", st.just(True), Capability.PROMPT_ROUTED_EXPERTS)
     maybe("return_sampling_mask", st.just(True), Capability.SAMPLING_MASK)
-    (always if lasting else maybe)("seed", st.integers(2**62, 2**63 - 1) | st.integers(0, 3), Capability.SEED)
+    large = st.integers(2**62, 2**63 - 1)
+    if lasting:
+        always("seed", large, Capability.SEED)
+    else:
+        maybe("seed", large | st.integers(0, 3), Capability.SEED)
     maybe("top_k", st.integers(1, 8) | counts(1, len(vocabulary)), Capability.TOP_K)
     maybe("top_p", numbers(0.01, 1.0), Capability.TOP_P)
     maybe("min_p", st.just(0.0) | numbers(0.001, 1.0), Capability.MIN_P)
@@ -294,7 +298,9 @@ def batches(
         begins = token_prompts(ids, counts(1, LONGEST * 2 - lasting[1]))
         calls = st.lists(st.tuples(begins, lasts), min_size=3, max_size=5)
         return st.builds(
-            lambda some, bit: _batch([*some, _with_another_seed(*some[0], bit)]), calls, st.integers(0, 62)
+            lambda some, bit: _batch([*some, _with_another_seed(*some[0], bit)]),
+            calls,
+            st.integers(0, 9) | st.integers(0, 62),
         )
     params = sampling_params(ids, capabilities, stops=stops)
     pairs = st.lists(st.tuples(prompts(ids, chat=chat), params), min_size=1, max_size=4)
