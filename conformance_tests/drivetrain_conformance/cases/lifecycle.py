@@ -38,7 +38,7 @@ from drivetrain.errors import (
     UnsupportedCapability,
 )
 from drivetrain.types.capability import Capability
-from drivetrain.types.config import Isolation
+from drivetrain.types.config import Isolation, Task
 from drivetrain.types.modes import MemoryTag
 from drivetrain.types.outputs import Completion, FinishReason, VersionSpan
 from drivetrain.types.sampling import SamplingParams
@@ -47,6 +47,7 @@ from drivetrain_conformance.assertions.event_loop_stalls import check_it_runs
 from drivetrain_conformance.assertions.full_disk import full_disk
 from drivetrain_conformance.assertions.leftovers import Holdings, check_nothing_left, temporary_folder
 from drivetrain_conformance.assertions.memory_use import held_by_this_process, parameter_bytes, processes_of
+from drivetrain_conformance.assertions.pooled_inputs import SHORT_CONTEXT
 from drivetrain_conformance.assertions.precision import check_dtype
 from drivetrain_conformance.assertions.refusals import raises, refused
 from drivetrain_conformance.assertions.same_answers import check_greedy, check_same
@@ -54,7 +55,15 @@ from drivetrain_conformance.assertions.saved_models import check_saved
 from drivetrain_conformance.assets.made_adapters import make_adapter
 from drivetrain_conformance.assets.served_models import ModelKind, copy_model
 from drivetrain_conformance.harness.case import case
-from drivetrain_conformance.harness.testbench import Bench, NoOracle, TooLate, end_requests, in_time, ordinary_ids
+from drivetrain_conformance.harness.testbench import (
+    Bench,
+    NoOracle,
+    TooLate,
+    end_requests,
+    in_time,
+    ordinary_ids,
+    until_idle,
+)
 from drivetrain_conformance.references.oracle import log_softmax
 
 BOUND: Final = 60.0
@@ -67,6 +76,8 @@ _STEPS: Final = 4
 """Steps over which prompts must be seen to begin: more than it takes if they merely arrive one after another."""
 _LASTING: Final = 60
 """Length of a request beside which others wait for their turn."""
+_INPUTS: Final = (16, 64, 256, 1024)
+"""Inputs to embed or score in one call until it outlasts a timeout: an answer that comes at once is kept."""
 SHORT: Final = SamplingParams(max_new_tokens=4, temperature=0)
 
 
@@ -685,6 +696,8 @@ async def closing_never_hangs(bench: Bench) -> None:
             results = await asyncio.gather(*tasks, return_exceptions=True)
     errors = [result for result in results if isinstance(result, BaseException)]
     assert all(isinstance(error, EngineError) for error in errors), f"{errors}"
+    for task in (Task.EMBED, Task.REWARD):
+        await _check_configured_timeout_of_numbers(bench, task)
 
 
 async def _check_configured_timeout(bench: Bench, engine: InferenceEngine, params: SamplingParams) -> None:
@@ -713,6 +726,30 @@ async def _check_configured_timeout(bench: Bench, engine: InferenceEngine, param
     assert (await engine.generate(prompt, SHORT, timeout=BOUND)).completions[0].token_ids
     if engine.supports(Capability.STREAMING):
         await streamed(timeout=BOUND)
+
+
+async def _check_configured_timeout_of_numbers(bench: Bench, task: Task) -> None:
+    """Check the same of encode() or score(), which take no timeout of their own, where the backend has them."""
+    needed = Capability.EMBED if task is Task.EMBED else Capability.REWARD_SCORE
+    model = bench.model_of(ModelKind.TEXT if task is Task.EMBED else ModelKind.REWARD)
+    fields: dict[str, object] = {"task": task, "model": model, "timeouts": {"generate": 1e-9}}
+    try:
+        engine = bench.create(**fields)
+    except (InvalidConfig, UnsupportedCapability):
+        return
+    if not engine.supports(needed):
+        return
+    async with engine:
+        for count in _INPUTS:
+            inputs = bench.prompts(count, SHORT_CONTEXT // 2, engine)
+            try:
+                await (engine.encode(inputs) if task is Task.EMBED else engine.score(inputs, inputs))
+            except DeadlineExceeded:
+                break
+        else:
+            name = "encode()" if task is Task.EMBED else "score()"
+            raise AssertionError(f"a call of {name} that outlasts timeouts.generate is answered")
+        await until_idle(engine)
 
 
 # Profile --------------------------------------------------------------------------------------------------------------
