@@ -30,7 +30,7 @@ def every_logprob(bench: Bench, mode: LogprobsMode) -> dict[str, Any]:
 
 
 def with_a_state(bench: Bench, tokens: int) -> list[SamplingParams]:
-    """Return params under which each token also depends on state beside the tokens: seeds, schedules, masks, counts, text.
+    """Return params under which each token also depends on other state: seeds, schedules, masks, counts, text.
 
     Args:
         bench: The workplace, whose engine repeats a request with these params.
