@@ -119,9 +119,9 @@ async def a_process_of_the_engine_that_is_killed(bench: Bench) -> None:
         host, *below = processes_of(engine)
         victim = max(below, key=lambda process: process.memory_info().rss, default=host)
         victim.kill()
-        ends = time.monotonic() + 5
+        countdown = Countdown(5)
         try:
-            while time.monotonic() < ends:
+            while countdown.left():
                 async with within():
                     check_same(bench, await bench.greedy(prompts, engine=engine), before, engine)
                 await asyncio.sleep(0.05)
