@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 from pathlib import Path
@@ -24,9 +25,12 @@ from drivetrain import (
     SamplingParams,
     TokenDelta,
 )
+from drivetrain.testing import tiny_model
+from drivetrain_conformance.assets.served_models import ModelKind, Models
 from drivetrain_sampling import Drawn, Row, Sampler
 from drivetrain_transformers import TransformersBackend
 from drivetrain_transformers.model import Computed, LoadedModel
+from drivetrain_transformers.weights import Weights
 from engines import HANGING, OpenEngine, until_running
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -70,6 +74,85 @@ async def test_out_of_memory_runs_fewer_at_once_and_loses_nothing(
     for completion in output.completions:
         expected = oracle.logprobs_of(oracle.load(model), completion)
         torch.testing.assert_close(torch.tensor(completion.logprobs), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3_next"], ids=["attention", "recurrent"])
+async def test_out_of_memory_in_the_middle_of_a_pass_loses_nothing(
+    open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch, architecture: str
+) -> None:
+    """The first layers have written the cache when the last one runs out of memory, in a prefill or a decode step."""
+    kinds: list[dict[str, object]] = [{"temperature": 0}, {"seed": 4}, {"frequency_penalty": 1.0, "temperature": 0}]
+    params = [SamplingParams.model_validate({"max_new_tokens": 12, "ignore_eos": True, **kind}) for kind in kinds]
+    prompts, folder = [f"prompt number {number}" for number in range(len(params))], tiny_model(architecture)
+    async with open_engine(model=str(folder), enable_prefix_caching=False) as engine:
+        whole = await engine.generate(prompts, params)
+        last = model_of(engine).module.model.layers[-1].mlp
+        inner, passes = last.forward, itertools.count()
+
+        def forward(*arguments: object, **named: object) -> object:
+            if next(passes) in (0, 3, 8):
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+            return inner(*arguments, **named)
+
+        monkeypatch.setattr(last, "forward", forward)
+        output = await engine.generate(prompts, params)
+        assert next(passes) > 8
+        assert engine.state is EngineState.READY
+    assert [c.token_ids for c in output.completions] == [c.token_ids for c in whole.completions]
+
+
+@pytest.mark.parametrize("task", ["embed", "reward"])
+async def test_inputs_that_do_not_fit_together_are_embedded_and_scored_in_parts(
+    open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch, task: str
+) -> None:
+    inputs, models = [list(range(5, 8 + number)) for number in range(9)], Models()
+    async with open_engine(model=str(models.path(ModelKind.REWARD)), task=task) as engine:
+
+        async def numbers() -> torch.Tensor:
+            return torch.tensor(await (engine.encode(inputs) if task == "embed" else engine.score(inputs, inputs)))
+
+        whole = await numbers()
+        base = model_of(engine).module.base_model
+        inner, tried = base.forward, list[int]()
+
+        def forward(input_ids: torch.Tensor, **arguments: object) -> object:
+            tried.append(len(input_ids))
+            if len(input_ids) > most:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+            return inner(input_ids=input_ids, **arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(base, "forward", forward)
+            most = 2
+            torch.testing.assert_close(await numbers(), whole, rtol=0, atol=1e-4)
+            assert max(tried) == len(inputs)
+            most = 0
+            with pytest.raises(EngineOutOfMemory, match=r"one input of \d+ tokens; give shorter ones") as caught:
+                await numbers()
+            assert caught.value.batch_size == 1
+        torch.testing.assert_close(await numbers(), whole, rtol=0, atol=1e-4)
+    models.close()
+
+
+async def test_out_of_memory_beside_a_step_is_a_typed_error_and_the_call_can_be_repeated(
+    open_engine: OpenEngine, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = SamplingParams(max_new_tokens=4, temperature=0)
+    async with open_engine() as engine:
+        whole = await engine.generate("x", params)
+        await engine.sleep(["weights"])
+        with monkeypatch.context() as patch:
+
+            def full(weights: Weights) -> None:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+
+            patch.setattr(Weights, "wake_up", full)
+            with pytest.raises(EngineOutOfMemory, match="Tried to allocate"):
+                await engine.wake_up()
+        assert engine.state is EngineState.ASLEEP
+        await engine.wake_up()
+        await engine.load_weights_from_disk(str(model), "again")
+        assert (await engine.generate("x", params)).completions[0].token_ids == whole.completions[0].token_ids
 
 
 async def test_a_request_that_never_fits_is_a_typed_error_and_the_engine_serves_on(

@@ -31,7 +31,13 @@ from drivetrain.backend.toolkit.capability_sets import (
 )
 from drivetrain.backend.toolkit.model_folder import has_experts
 from drivetrain.backend.toolkit.translation import shortened_all
-from drivetrain.errors import DrivetrainError, EngineError, EngineInternalError, UnsupportedCapability
+from drivetrain.errors import (
+    DrivetrainError,
+    EngineError,
+    EngineInternalError,
+    EngineOutOfMemory,
+    UnsupportedCapability,
+)
 from drivetrain.types.capability import Capability
 from drivetrain.types.config import EngineConfig, Isolation, Task
 from drivetrain.types.modes import MemoryTag, PauseMode
@@ -426,6 +432,11 @@ class TransformersBackend(Backend):
         return await self._pooled(sequences, self._pooler.scores)
 
     async def _pooled(self, sequences: list[list[int]], pool: Callable[[list[list[int]]], list[T]]) -> list[T]:
+        """Return the result of each sequence; a group for which memory does not suffice is divided.
+
+        Raises:
+            EngineOutOfMemory: A sequence does not fit even alone.
+        """
         runner, weights = self.runner, self._received
         found: dict[int, T] = {}
 
@@ -433,8 +444,21 @@ class TransformersBackend(Backend):
             weights.require_awake()
             found.update(zip(group, pool([sequences[index] for index in group]), strict=True))
 
-        for group in self._pooler.groups(sequences):
-            await runner.call(partial(run, group))
+        groups = list(self._pooler.groups(sequences))
+        while groups:
+            group = groups.pop()
+            try:
+                await runner.call(partial(run, group))
+                continue
+            except EngineOutOfMemory as error:
+                if len(group) == 1:
+                    length = len(sequences[group[0]])
+                    raise EngineOutOfMemory(
+                        f"out of memory with one input of {length} tokens; give shorter ones: {error}", batch_size=1
+                    ) from error
+            # The error is gone by now, and with it what its traceback held.
+            await runner.call(runner.model.release_unused_memory)
+            groups += [group[: len(group) // 2], group[len(group) // 2 :]]
         return [found[index] for index in range(len(sequences))]
 
     # ---------------------------------------------------------------------------------------------------------------

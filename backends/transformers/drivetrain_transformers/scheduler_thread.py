@@ -227,7 +227,11 @@ class SchedulerThread:
         await self.call(unfreezing)
 
     async def call(self, function: Callable[[], T]) -> T:
-        """Run ``function`` in the thread, between two steps, and return its result."""
+        """Run ``function`` in the thread, between two steps, and return its result.
+
+        Raises:
+            EngineOutOfMemory: It ran out of memory. Other exceptions are mapped too: see :func:`as_engine_error`.
+        """
         loop = asyncio.get_running_loop()
         result: asyncio.Future[T] = loop.create_future()
 
@@ -243,7 +247,7 @@ class SchedulerThread:
             try:
                 value = function()
             except Exception as error:
-                self._undelivered.setdefault(loop, []).append(partial(settle, None, error))
+                self._undelivered.setdefault(loop, []).append(partial(settle, None, as_engine_error(error)))
             else:
                 self._undelivered.setdefault(loop, []).append(lambda: settle(value, None))
 

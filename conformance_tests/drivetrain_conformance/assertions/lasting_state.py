@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from drivetrain.engine.validation import MODE_CAPABILITY
 from drivetrain.types.capability import Capability
-from drivetrain.types.sampling import LogprobsMode, SamplingParams, TemperatureSchedule
+from drivetrain.types.sampling import ActionMask, LogprobsMode, SamplingParams, TemperatureSchedule
 from drivetrain_conformance.harness.testbench import Bench
 
 _HELD_BACK: Final = (
@@ -15,6 +15,8 @@ _HELD_BACK: Final = (
     Capability.REPETITION_PENALTY,
     Capability.STOP_TOKEN_IDS,
 )
+_ALLOWED: Final = 1500
+"""Ids of an action mask: engines may have room for 128 or 1024."""
 
 
 def every_logprob(bench: Bench, mode: LogprobsMode) -> dict[str, Any]:
@@ -28,7 +30,7 @@ def every_logprob(bench: Bench, mode: LogprobsMode) -> dict[str, Any]:
 
 
 def with_a_state(bench: Bench, tokens: int) -> list[SamplingParams]:
-    """Return params under which each token also depends on state beside the tokens: seeds, schedules, counts, text.
+    """Return params under which each token also depends on other state: seeds, schedules, masks, counts, text.
 
     Args:
         bench: The workplace, whose engine repeats a request with these params.
@@ -50,6 +52,8 @@ def with_a_state(bench: Bench, tokens: int) -> list[SamplingParams]:
             schedule["logit_processors"] = (TemperatureSchedule(start=0.5, end=1.5, steps=most),)
         logprobs = every_logprob(bench, LogprobsMode.TEMPERATURE)
         found.append(bench.long(tokens, seed=3, temperature=1.0, **schedule, **logprobs))
+        if engine.supports(Capability.LOGIT_PROCESSORS):
+            found.append(bench.long(tokens, seed=5, temperature=1.0, logit_processors=(_mask_of_many(bench),)))
     if engine.supports(Capability.FREQUENCY_PENALTY):
         found.append(bench.long(tokens, frequency_penalty=1.5, **every_logprob(bench, LogprobsMode.PROCESSED)))
     if engine.supports(Capability.PRESENCE_PENALTY):
@@ -68,3 +72,9 @@ def with_a_state(bench: Bench, tokens: int) -> list[SamplingParams]:
         ends: dict[str, Any] = {"logit_bias": {last: 100.0}, "min_new_tokens": most - 1, "stop_token_ids": (last,)}
         found.append(bench.long(tokens, repetition_penalty=1.3, **ends))
     return found
+
+
+def _mask_of_many(bench: Bench) -> ActionMask:
+    """Return a mask of three quarters of the vocabulary, or of many ids, in no order."""
+    vocabulary = bench.engine.model_info.vocab_size
+    return ActionMask(allowed_token_ids=tuple(bench.rng.sample(range(vocabulary), min(_ALLOWED, vocabulary * 3 // 4))))

@@ -7,7 +7,6 @@ import gc
 import os
 import tempfile
 import threading
-import time
 from collections import Counter
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
@@ -19,6 +18,7 @@ from typing import Self
 import psutil
 
 from drivetrain_conformance.assertions.memory_use import held_by_device
+from drivetrain_conformance.harness.time_limits import Countdown
 
 _SHARED_MEMORY = Path("/dev/shm")
 
@@ -70,11 +70,11 @@ class Holdings:
         return {name for name in self.shared_memory - before.shared_memory if not _is_anothers(name)}
 
 
-async def check_nothing_left(before: Holdings, within: float = 10.0) -> None:
-    """Raise if, ``within`` seconds from now, something is still held that was not held ``before``."""
-    ends = time.monotonic() + within
+async def check_nothing_left(before: Holdings, seconds: float = 10.0) -> None:
+    """Raise if, some ``seconds`` from now, something is still held that was not held ``before``."""
+    countdown = Countdown(seconds)
     while left := Holdings.now().left_since(before):
-        assert time.monotonic() < ends, f"left behind: {left}"
+        assert countdown.left(), f"left behind: {left}"
         await asyncio.sleep(0.05)
 
 

@@ -10,6 +10,7 @@ from typing import Final, TypeVar
 from drivetrain_conformance.assertions.memory_use import COUNTED, check_steady, held_by
 from drivetrain_conformance.assertions.weight_checks import from_disk, load_all
 from drivetrain_conformance.harness.testbench import Bench
+from drivetrain_conformance.harness.time_limits import within
 
 _T = TypeVar("_T")
 SHORT_CONTEXT: Final = 128
@@ -77,7 +78,7 @@ async def check_one_version(
         calling = asyncio.ensure_future(pool(times * inputs))
         await engine.load_weights_from_disk(str(folder), f"while-{number}")
         was_late = calling.done()
-        async with asyncio.timeout(_BOUND):
+        async with within(seconds=_BOUND):
             numbers = await calling
         wrong = [off(numbers, times * of_model) for of_model in expected]
         assert not all(wrong), f"numbers of one call are of several weight versions: {wrong[0]}; {wrong[1]}"
@@ -87,6 +88,6 @@ async def check_one_version(
         calling = asyncio.ensure_future(pool(inputs[:2]))
         await asyncio.sleep(0.05)
         await load_all(update)
-    async with asyncio.timeout(_BOUND):
+    async with within(seconds=_BOUND):
         wrong_after = off(await calling, expected[1][:2])
     assert not wrong_after, f"a call in the middle of an update has numbers of other weights: {wrong_after}"

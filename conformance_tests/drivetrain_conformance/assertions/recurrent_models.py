@@ -6,7 +6,6 @@ move, where buffers grow, where a prefix is taken from a cache, and where paddin
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -23,6 +22,7 @@ from drivetrain.types.sampling import LogprobsMode, SamplingParams
 from drivetrain_conformance.assertions.same_answers import check_greedy
 from drivetrain_conformance.assets.made_adapters import has_layers, make_adapter, merge
 from drivetrain_conformance.harness.testbench import Bench
+from drivetrain_conformance.harness.time_limits import within
 
 _LONG: Final = 180
 """Tokens of an answer for which buffers of keys, values and states grow."""
@@ -85,7 +85,7 @@ async def _check_an_abort(bench: Bench, engine: InferenceEngine, model: Path) ->
     async with bench.in_flight(prompts[:2], params, engine, tokens=0, request_ids=["one", "other"]) as task:
         await engine.abort("one")
         joined = await _answers(engine, prompts[2:], 12)
-        async with asyncio.timeout(_BOUND):
+        async with within(seconds=_BOUND):
             completions = (await task).completions
     _check(bench, [*completions, *joined], engine, model)
 
@@ -97,7 +97,7 @@ async def _check_freezes(bench: Bench, engine: InferenceEngine, model: Path) -> 
         async with bench.in_flight(prompts, _params(engine, _LONG), engine, tokens=0) as task:
             await engine.pause_generation(mode)
             await engine.continue_generation()
-            async with asyncio.timeout(_BOUND):
+            async with within(seconds=_BOUND):
                 completions = (await task).completions
         _check(bench, completions, engine, model)
 

@@ -23,6 +23,7 @@ from drivetrain_conformance.assertions.refusals import raises
 from drivetrain_conformance.assertions.same_answers import check_greedy, check_same, gaps
 from drivetrain_conformance.assets.weight_sources import nowhere, raw_bytes
 from drivetrain_conformance.harness.testbench import Bench, TooLate
+from drivetrain_conformance.harness.time_limits import within
 from drivetrain_conformance.references.oracle import CacheOracle, log_softmax
 from drivetrain_conformance.references.tolerances import rounding_explains
 
@@ -172,7 +173,7 @@ class Late:
     async def completion(self) -> Completion:
         """Wait for the answer, with a timeout."""
         assert self._task is not None
-        async with asyncio.timeout(60):
+        async with within():
             return await self._task
 
     async def __aenter__(self) -> Self:
@@ -211,7 +212,7 @@ async def update_in_flight(bench: Bench, mode: PauseMode) -> Updated:
             ended = running.done() and mode in (PauseMode.RETRACT, PauseMode.IN_PLACE)
         check_state(engine, EngineState.READY)
         assert not engine.is_paused, "the update left the engine paused"
-        async with asyncio.timeout(60):
+        async with within():
             completions = (await running).completions
         if ended and all(completion.finish_reason is not FinishReason.ABORT for completion in completions):
             raise TooLate("the requests ended before the update")

@@ -14,9 +14,8 @@ from drivetrain_conformance.assertions.refusals import refused
 from drivetrain_conformance.assertions.same_answers import check_prefix, check_same
 from drivetrain_conformance.harness.case import case
 from drivetrain_conformance.harness.testbench import Bench, TooLate, end_requests, in_time, until_idle, until_running
+from drivetrain_conformance.harness.time_limits import within
 
-BOUND: Final = 60.0
-"""Timeout, in seconds, for aborted requests to come back; milliseconds are normal."""
 NOBODY: Final = "an id that no request has"
 TOKENS: Final = 250
 """Length of a request that is in flight for a while and whose end the case awaits."""
@@ -33,7 +32,7 @@ async def one_of_several_ends_and_the_others_go_on(bench: Bench) -> None:
     whole = (await engine.generate(prompts, params)).completions
     async with bench.in_flight(prompts, params, request_ids=["a", "b", "c"]) as task:
         await engine.abort("b")
-        async with asyncio.timeout(BOUND):
+        async with within():
             first, aborted, last = (await task).completions
     with in_time(aborted):
         assert aborted.finish_reason is FinishReason.ABORT
@@ -55,7 +54,7 @@ async def an_id_that_begins_another_aborts_only_its_own(bench: Bench) -> None:
             with refused(InvalidRequest, field="request_id", otherwise=f"abort({no_id!r}) was taken"):
                 await engine.abort(no_id)
         await engine.abort("req-1")
-        async with asyncio.timeout(BOUND):
+        async with within():
             completions = (await task).completions
     reasons = [completion.finish_reason for completion in completions]
     ended = [request_id for request_id, reason in zip(ids, reasons, strict=True) if reason is FinishReason.ABORT]
@@ -72,14 +71,14 @@ async def a_prompts_samples_end_together_or_one_by_one(bench: Bench) -> None:
     prompt = bench.prompt()
     async with bench.in_flight([prompt], bench.long(TOKENS, n=3), request_ids=["group"]) as task:
         await engine.abort("group")
-        async with asyncio.timeout(BOUND):
+        async with within():
             samples = (await task).completions
     with in_time(*samples):
         assert [sample.finish_reason for sample in samples] == [FinishReason.ABORT] * 3
     one = samples[1].request_id
     async with bench.in_flight([prompt], bench.long(TOKENS, n=3), request_ids=["group"]) as task:
         await engine.abort(one)
-        async with asyncio.timeout(BOUND):
+        async with within():
             samples = (await task).completions
     ended = [sample.request_id for sample in samples if sample.finish_reason is FinishReason.ABORT]
     assert ended in ([], [one]), f"aborting the sample {one!r} ended {ended}"
@@ -98,7 +97,7 @@ async def all_end_and_new_requests_are_served(bench: Bench) -> None:
     task = await until_running(engine, 1, lambda: engine.generate(many, bench.long()))
     try:
         await engine.abort_generation()
-        async with asyncio.timeout(BOUND):
+        async with within():
             ended = (await task).completions
     finally:
         await end_requests(engine, task)
@@ -127,7 +126,7 @@ async def what_waits_its_turn_can_be_aborted(bench: Bench) -> None:
             for prompt, request_id in zip(prompts[1:], ("second", "third"), strict=True)
         ]
         try:
-            async with asyncio.timeout(BOUND):
+            async with within():
                 while (await engine.stats()).waiting < 2:
                     if running.done():
                         raise TooLate("the request that runs ended before the others had come")
@@ -159,7 +158,7 @@ async def _waits_for_a_new_label(bench: Bench) -> None:
     long, short = bench.long(), SamplingParams(max_new_tokens=4, temperature=0)
     calls = [asyncio.create_task(engine.generate(bench.prompt(), long, request_ids=["first"]))]
     try:
-        async with asyncio.timeout(BOUND):
+        async with within():
             while not (await engine.stats()).running:
                 if calls[0].done():
                     break
@@ -200,7 +199,7 @@ async def ids_that_are_not_running_are_passed_over(bench: Bench) -> None:
         await engine.abort(NOBODY)
         await engine.abort("once")
         await engine.abort("once")
-        async with asyncio.timeout(BOUND):
+        async with within():
             (completion,) = (await task).completions
         with in_time(completion):
             assert completion.finish_reason is FinishReason.ABORT
@@ -218,7 +217,7 @@ async def a_stream_ends_with_its_completion(bench: Bench) -> None:
     whole = (await engine.generate(prompts, params)).completions
     chunks: list[CompletionChunk] = []
     shown = 0
-    async with asyncio.timeout(BOUND):
+    async with within():
         async for chunk in engine.generate_stream(prompts, params, request_ids=["goes", "stays"]):
             chunks.append(chunk)
             before, shown = shown, shown + len(chunk.token_ids) * (chunk.prompt_index == 0)
@@ -249,7 +248,7 @@ async def an_abort_right_after_submission_is_not_lost(bench: Bench) -> None:
             await asyncio.sleep(0)
         try:
             await engine.abort(request_id)
-            async with asyncio.timeout(BOUND):
+            async with within():
                 (completion,) = (await task).completions
         finally:
             await end_requests(engine, task)
@@ -271,7 +270,7 @@ async def _check_an_abort_while_a_grammar_is_compiled(bench: Bench) -> None:
     params = bench.long(structured_output=JsonSchema(json_schema=schema), ignore_eos=False)
     task = asyncio.create_task(engine.generate(bench.prompt(), params, request_ids=["compiled"]))
     try:
-        async with asyncio.timeout(BOUND):
+        async with within():
             while not task.done() and not engine.parts.in_flight.running:  # noqa: ASYNC110 - it has no event
                 await asyncio.sleep(0)
             await engine.abort("compiled")
@@ -294,7 +293,7 @@ async def logprobs_of_an_aborted_request_belong_to_its_tokens(bench: Bench) -> N
     whole = (await engine.generate(prompts, params)).completions
     async with bench.in_flight(prompts, params) as task:
         await engine.abort_generation()
-        async with asyncio.timeout(BOUND):
+        async with within():
             aborted = (await task).completions
     for part, complete in zip(aborted, whole, strict=True):
         with in_time(part):
@@ -314,7 +313,7 @@ async def versions_of_an_aborted_request_cover_its_tokens(bench: Bench) -> None:
     try:
         async with bench.in_flight(bench.prompts(2), bench.long()) as task:
             await engine.abort_generation()
-            async with asyncio.timeout(BOUND):
+            async with within():
                 aborted = (await task).completions
     finally:
         await engine.update_weight_version(own)
@@ -334,7 +333,7 @@ async def a_cancelled_call_leaves_nothing_running(bench: Bench) -> None:
         task = asyncio.create_task(engine.generate(prompts, bench.long(), request_ids=ids))
         await asyncio.sleep(seconds)
         task.cancel()
-        async with asyncio.timeout(BOUND):
+        async with within():
             await asyncio.wait([task])
         await until_idle(engine)
     check_same(bench, await bench.greedy(prompts), before)
@@ -348,13 +347,13 @@ async def a_stream_that_is_left_early_leaves_nothing_running(bench: Bench) -> No
     before = await bench.greedy(prompts)
     for chunks in range(3):
         stream = engine.generate_stream(prompts, bench.long(), request_ids=ids)
-        async with asyncio.timeout(BOUND):
+        async with within():
             for _ in range(chunks):
                 await anext(stream)
             await stream.aclose()
         await until_idle(engine)
     stream = engine.generate_stream(prompts[0], bench.long(2), request_ids=ids[:1])
-    async with asyncio.timeout(BOUND):
+    async with within():
         last = [chunk async for chunk in stream][-1]
     assert last.completion is not None
     check_same(bench, await bench.greedy(prompts), before)

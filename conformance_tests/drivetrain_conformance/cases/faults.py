@@ -30,11 +30,10 @@ from drivetrain_conformance.assets.made_adapters import make_adapter, tensors_in
 from drivetrain_conformance.assets.weight_sources import Between, tensors_of
 from drivetrain_conformance.harness.case import case
 from drivetrain_conformance.harness.testbench import Bench, TooLate, check_held
+from drivetrain_conformance.harness.time_limits import LIMIT, Countdown, slowdown, within
 from drivetrain_weight_sync import LoraSync, WeightSync
 from drivetrain_weight_sync.transports.updatable_engine import UpdateUnderWay
 
-BOUND: Final = 60.0
-"""Timeout, in seconds, for every caller to hear of a death; less than one is normal."""
 HEARTBEAT: Final = 2.0
 """Heartbeat timeout, in seconds, in the case that freezes a host."""
 
@@ -75,7 +74,7 @@ async def a_host_killed_while_it_is_paused(bench: Bench) -> None:
         waiting = asyncio.create_task(engine.generate(prompt, _long(engine)))
         await asyncio.sleep(0.05)
         _signal_host(engine, signal.SIGKILL)
-        async with asyncio.timeout(BOUND):
+        async with within():
             (error,) = await asyncio.gather(waiting, return_exceptions=True)
         assert isinstance(error, EngineDied | EngineStateError), f"the request that waited ended in {error!r}"
         await _is_failed(engine, prompt)
@@ -93,7 +92,7 @@ async def a_host_killed_with_frozen_requests(bench: Bench) -> None:
             await check_held(engine, task)
             _signal_host(engine, signal.SIGKILL)
             with refused(EngineDied, naming=str(engine.host_pid)):
-                async with asyncio.timeout(BOUND):
+                async with within():
                     await task
         await _is_failed(engine, prompts[0])
 
@@ -120,10 +119,10 @@ async def a_process_of_the_engine_that_is_killed(bench: Bench) -> None:
         host, *below = processes_of(engine)
         victim = max(below, key=lambda process: process.memory_info().rss, default=host)
         victim.kill()
-        ends = time.monotonic() + 5
+        countdown = Countdown(5)
         try:
-            while time.monotonic() < ends:
-                async with asyncio.timeout(BOUND):
+            while countdown.left():
+                async with within():
                     check_same(bench, await bench.greedy(prompts, engine=engine), before, engine)
                 await asyncio.sleep(0.05)
         except EngineDied:
@@ -144,13 +143,13 @@ async def a_host_killed_while_it_starts(bench: Bench) -> None:
         before = Holdings.now()
         engine = bench.create(isolation="process")
         starting = asyncio.create_task(engine.start())
-        async with asyncio.timeout(BOUND):
+        async with within():
             while engine.host_pid is None and not starting.done():  # noqa: ASYNC110 - there is no event to wait for
                 await asyncio.sleep(0.005)
         if not starting.done():
             _signal_host(engine, signal.SIGKILL)
         with refused(EngineStartError, otherwise="it started, though its host was killed"):
-            async with asyncio.timeout(BOUND):
+            async with within():
                 await starting
         assert engine.state is EngineState.FAILED
         await engine.teardown()
@@ -174,7 +173,7 @@ async def a_host_killed_while_it_is_closed(bench: Bench) -> None:
         closing = asyncio.create_task(engine.teardown())
         await asyncio.sleep(0)
         _signal_host(engine, signal.SIGKILL)
-        async with asyncio.timeout(BOUND):
+        async with within():
             await closing
             await engine.teardown()
         assert engine.state is EngineState.CLOSED
@@ -187,7 +186,7 @@ async def a_host_killed_during_an_update(bench: Bench) -> None:
         own = engine.get_weight_version()
         request = WeightUpdateRequest(version="never", source=DiskSource(path=str(bench.other_weights())))
         with refused(EngineDied, otherwise="the update was committed by a dead engine"):
-            async with asyncio.timeout(BOUND), engine.weight_update(request) as update:
+            async with within(), engine.weight_update(request) as update:
                 _signal_host(engine, signal.SIGKILL)
                 for index in range(update.buckets):
                     await update.load([index])
@@ -204,7 +203,7 @@ async def a_host_killed_during_a_push(bench: Bench) -> None:
         doomed = _Doomed(engine)
         async with WeightSync.connect(tensors_of(bench.model), doomed, "shared_memory") as sync:
             with refused(EngineDied, otherwise="the push was committed by a dead engine"):
-                async with asyncio.timeout(BOUND):
+                async with within():
                     await sync.push(version="never")
         assert doomed.began, "the push ended before the update began"
         assert engine.get_weight_version() == own
@@ -238,7 +237,7 @@ async def a_host_killed_while_it_takes_an_adapter(bench: Bench) -> None:
                     raise TooLate("the machine is too busy for a push within timeouts.control") from error
                 doomed.spared = False
                 with raises(ends, f"a push to an engine that got {number.name}"):
-                    async with asyncio.timeout(BOUND):
+                    async with within():
                         await sync.push(version="never")
             assert doomed.began, "the push ended before the update began"
             assert engine.get_weight_version() == "first"
@@ -291,7 +290,7 @@ async def _hosted(bench: Bench, **fields: object) -> AsyncGenerator[InferenceEng
             assert engine.host_pid is not None
             processes = processes_of(engine)
             yield engine
-            async with asyncio.timeout(BOUND):
+            async with within():
                 await engine.teardown()
     finally:
         left = await _left(processes)
@@ -308,12 +307,10 @@ def _signal_host(engine: InferenceEngine, number: signal.Signals) -> None:
 
 async def _left(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
     """Return the processes that still run after some time; return early once none does."""
-    ends = time.monotonic() + BOUND
-    while True:
-        left = [process for process in processes if _runs(process)]
-        if not left or time.monotonic() > ends:
-            return left
+    countdown = Countdown()
+    while (left := [process for process in processes if _runs(process)]) and countdown.left():  # noqa: ASYNC110
         await asyncio.sleep(0.02)
+    return left
 
 
 def _runs(process: psutil.Process) -> bool:
@@ -365,18 +362,18 @@ async def _callers(engine: InferenceEngine, calls: Sequence[Call]) -> AsyncGener
         while True:
             before = time.monotonic()
             await asyncio.sleep(0.01)
-            longest = max(longest, time.monotonic() - before)
+            longest = max(longest, (time.monotonic() - before) / slowdown())
 
     asking = [asyncio.create_task(ask(call)) for call in calls]
     ticking = asyncio.create_task(tick())
     try:
-        async with asyncio.timeout(BOUND):
+        async with within():
             while not ((await engine.stats()).running or any(task.done() for task in asking)):  # noqa: ASYNC110
                 await asyncio.sleep(0.002)
         await asyncio.sleep(0.05)
         yield
         doomed = True
-        async with asyncio.timeout(BOUND):
+        async with within():
             ends = await asyncio.gather(*asking)
     finally:
         for task in (*asking, ticking):
@@ -389,12 +386,12 @@ async def _callers(engine: InferenceEngine, calls: Sequence[Call]) -> AsyncGener
             assert str(engine.host_pid) in str(error), f"the error does not name the process: {error}"
         else:
             assert isinstance(error, EngineDied | EngineStateError), f"a call after the death ended in {error!r}"
-    assert longest < BOUND / 3, f"the event loop stood still for {longest:.1f} s"
+    assert longest < LIMIT / 3, f"the event loop stood still for {longest:.1f} s"
 
 
 async def _is_failed(engine: InferenceEngine, prompt: list[int]) -> None:
     """Assert that the engine failed for good: it reports it, refuses every call at once, and can be closed."""
-    async with asyncio.timeout(BOUND):
+    async with within():
         while engine.state is not EngineState.FAILED:  # noqa: ASYNC110 - there is no event to wait for
             await asyncio.sleep(0.01)
     assert engine.describe().state.startswith("failed (")
@@ -409,8 +406,8 @@ async def _is_failed(engine: InferenceEngine, prompt: list[int]) -> None:
         engine.start,
     ):
         with refused(EngineStateError, state="failed", otherwise="a dead engine did what it was asked to do"):
-            async with asyncio.timeout(BOUND):
+            async with within():
                 await call()
-    async with asyncio.timeout(BOUND):
+    async with within():
         await engine.teardown()
     assert engine.describe().state == "closed"

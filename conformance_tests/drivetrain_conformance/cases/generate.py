@@ -32,6 +32,7 @@ from drivetrain_conformance.engine_model.field_batches import field_batch
 from drivetrain_conformance.engine_model.mixed_fields import Repeats, check_honoured
 from drivetrain_conformance.harness.case import case
 from drivetrain_conformance.harness.testbench import Bench, TooLate, end_requests, in_time, until_running
+from drivetrain_conformance.harness.time_limits import until_ended, within
 
 _FORCE = 100.0
 """A bias that no difference of logits outweighs."""
@@ -463,8 +464,7 @@ async def cancelling_a_call_ends_its_requests(bench: Bench) -> None:
         beside = asyncio.create_task(bench.greedy([prompt], 24))
         await asyncio.sleep(0)
         doomed.cancel()
-        done, _ = await asyncio.wait([doomed], timeout=60)
-        assert done, "a cancelled call did not return"
+        assert await until_ended(doomed), "a cancelled call did not return"
         (completion,) = await beside
         check_same(bench, [completion], [alone])
         await assert_idle_soon(bench, "requests of a cancelled call are still there")
@@ -481,8 +481,7 @@ async def a_timeout_is_a_typed_error_and_the_engine_serves_on(bench: Bench) -> N
         await bench.engine.generate(bench.prompts(4), bench.long(), timeout=1e-9)
     beside = asyncio.create_task(bench.greedy([prompt], 24))
     late = asyncio.create_task(bench.engine.generate(bench.prompts(4), bench.long(), timeout=0.1))
-    await asyncio.wait([late], timeout=60)
-    assert late.done(), "a call outlived its deadline"
+    assert await until_ended(late), "a call outlived its deadline"
     assert late.exception() is None or isinstance(late.exception(), DeadlineExceeded)
     (completion,) = await beside
     check_same(bench, [completion], [alone])
@@ -526,7 +525,7 @@ async def higher_priority_starts_sooner(bench: Bench) -> None:
     asking: list[asyncio.Task[None]] = []
     try:
         asking = [asyncio.create_task(ask(priority)) for priority in priorities]
-        async with asyncio.timeout(60):
+        async with within():
             while (stats := await engine.stats()).waiting < len(priorities):
                 assert stats.running <= 1, f"{stats.running} requests ran at once, where max_num_seqs is 1"
                 if blocker.done():
@@ -540,11 +539,11 @@ async def higher_priority_starts_sooner(bench: Bench) -> None:
         if bench.claims(Capability.PAUSE_RETRACT):
             await engine.pause_generation(PauseMode.RETRACT)
             await engine.continue_generation()
-        await asyncio.wait([blocker, *asking], timeout=60)
+        await until_ended(blocker, *asking)
     finally:
         blocker.cancel()
-        await asyncio.wait([blocker, *asking], timeout=60)
-    assert ended, "none of the requests ended within 60 s"
+        await until_ended(blocker, *asking)
+    assert ended, "none of the requests ended in time"
     assert ended.pop(0) == 7, "the request that was retracted ran after others of lower priority"
     assert sorted(ended + streamed) == sorted(priorities)
     assert all(lengths.values()), f"requests that waited their turn ended without a token: {lengths}"
@@ -792,7 +791,7 @@ def _special_id(engine: InferenceEngine) -> int:
 
 async def _until_seen(engine: InferenceEngine, task: asyncio.Task[GenerationOutput]) -> None:
     """Return once the engine runs a request, or has finished the call."""
-    async with asyncio.timeout(60):
+    async with within():
         while not task.done() and not (await engine.stats()).running:  # noqa: ASYNC110 - it may be another process
             await asyncio.sleep(0.002)
 

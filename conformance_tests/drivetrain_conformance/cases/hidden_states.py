@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
@@ -23,12 +22,11 @@ from drivetrain_conformance.assertions.weight_checks import from_disk
 from drivetrain_conformance.assets.served_models import ModelKind
 from drivetrain_conformance.harness.case import case
 from drivetrain_conformance.harness.testbench import Bench, NoOracle
+from drivetrain_conformance.harness.time_limits import within
 from drivetrain_conformance.references.oracle import HiddenStatesOracle
 
 _STATES: Final = SamplingParams(max_new_tokens=8, temperature=0, return_hidden_states=True)
 _FREEZES: Final = {Capability.PAUSE_IN_PLACE: PauseMode.IN_PLACE, Capability.PAUSE_RETRACT: PauseMode.RETRACT}
-_BOUND: Final = 60.0
-"""Timeout, in seconds, for requests that were frozen to come back."""
 _EXPERTS: Final = SamplingParams(max_new_tokens=8, temperature=0, return_routed_experts=True)
 _BOTH: Final = _EXPERTS.model_copy(update={"return_prompt_routed_experts": True})
 
@@ -98,7 +96,7 @@ async def _check_freezes(bench: Bench) -> None:
         async with bench.in_flight(prompts, params) as task:
             await bench.engine.pause_generation(mode)
             await bench.engine.continue_generation()
-            async with asyncio.timeout(_BOUND):
+            async with within():
                 completions = (await task).completions
         _assert_same(bench, completions[1:], whole[1:])
 
@@ -222,7 +220,7 @@ async def experts_of_the_prompt_are_whole_however_it_is_read(bench: Bench) -> No
 async def _interrupted(bench: Bench, prompt: list[int], interrupt: Callable[[], Awaitable[object]]) -> Completion:
     """Stream an answer of 250 tokens or more with all experts, and do something once it has its first token."""
     asking = bench.long(250, prompt_length=len(prompt), return_routed_experts=True, return_prompt_routed_experts=True)
-    async with asyncio.timeout(_BOUND), aclosing(bench.engine.generate_stream(prompt, asking)) as stream:
+    async with within(), aclosing(bench.engine.generate_stream(prompt, asking)) as stream:
         chunks = [await anext(stream)]
         await interrupt()
         chunks += [chunk async for chunk in stream]

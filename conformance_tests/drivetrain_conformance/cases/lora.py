@@ -53,6 +53,7 @@ from drivetrain_conformance.engine_model.field_batches import field_batch
 from drivetrain_conformance.engine_model.mixed_fields import Repeats, check_honoured
 from drivetrain_conformance.harness.case import case
 from drivetrain_conformance.harness.testbench import Bench, in_time, results_arrive
+from drivetrain_conformance.harness.time_limits import until_ended
 from drivetrain_conformance.references.oracle import HiddenStatesOracle, log_softmax
 from drivetrain_conformance.references.reference_sampling import steps
 from drivetrain_weight_sync import AdapterTensors, LoraSync, Strategy
@@ -778,7 +779,7 @@ async def _check_a_request_at_the_gate(bench: Bench, made: _Made, mode: PauseMod
             await engine.unload_lora_adapter("a")
     finally:
         await engine.continue_generation()
-        await asyncio.wait([waiting], timeout=60)
+        await until_ended(waiting)
         waiting.cancel()
     _assert_made_by(bench, await waiting, made)
 

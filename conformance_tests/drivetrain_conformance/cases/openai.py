@@ -30,12 +30,11 @@ from drivetrain_conformance.assertions.same_answers import check_greedy, check_p
 from drivetrain_conformance.assets.served_models import ModelKind
 from drivetrain_conformance.harness.case import case
 from drivetrain_conformance.harness.testbench import Bench, TooLate, ordinary_ids, until_idle
+from drivetrain_conformance.harness.time_limits import within
 from drivetrain_conformance.references.oracle import log_softmax
 
 Payload = dict[str, object]
 
-_BOUND: Final = 60.0
-"""Timeout, in seconds, for requests that were ended early; milliseconds are normal."""
 _WHITE: Final = (
     "iVBORw0KGgoAAAANSUhEUgAAAEAAAABACAIAAAAlC+aJAAAAS0lEQVR42u3PMQ0AAAwDoPo33UrYvQQckD4XAQEBAQEBAQEBAQEB"
     "AQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAYHLAMpT0sIcNbcEAAAAAElFTkSuQmCC"
@@ -328,7 +327,7 @@ async def a_request_is_aborted_by_its_id(bench: Bench) -> None:
         payload["ignore_eos"] = True
     task = asyncio.create_task(engine.completion(payload))
     try:
-        async with asyncio.timeout(_BOUND):
+        async with within():
             while not ((await engine.stats()).running or task.done()):  # noqa: ASYNC110 - it may be another process
                 await asyncio.sleep(0.002)
             await engine.abort("mine")

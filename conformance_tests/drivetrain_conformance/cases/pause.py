@@ -21,11 +21,10 @@ from drivetrain_conformance.assertions.refusals import refused
 from drivetrain_conformance.assertions.same_answers import check_prefix, check_same
 from drivetrain_conformance.harness.case import case
 from drivetrain_conformance.harness.testbench import Bench, TooLate, check_held, in_time, until_idle
+from drivetrain_conformance.harness.time_limits import result_of, within
 
 _T = TypeVar("_T")
 
-BOUND: Final = 60.0
-"""Timeout, in seconds, of each wait."""
 QUIET: Final = 0.1
 """Seconds during which nothing may happen: long enough for a request of a few tokens to finish."""
 TOKENS: Final = 250
@@ -45,7 +44,7 @@ async def abort_ends_requests_in_flight(bench: Bench) -> None:
     async with bench.in_flight(prompts, params) as task:
         await engine.pause_generation(PauseMode.ABORT)
         _check_paused(engine, PauseMode.ABORT)
-        ended = await _result(task)
+        ended = await result_of(task)
         await engine.pause_generation(PauseMode.ABORT)
         async with _arrival(bench):
             await engine.continue_generation()
@@ -71,9 +70,9 @@ async def wait_lets_requests_in_flight_end(bench: Bench) -> None:
     pausing = asyncio.create_task(pause())
     await _is_paused(engine)
     async with _arrival(bench):
-        assert not await _result(pausing), "the pause returned while requests were in flight"
+        assert not await result_of(pausing), "the pause returned while requests were in flight"
         _check_paused(engine, PauseMode.WAIT)
-        ended = await _result(task)
+        ended = await result_of(task)
         await engine.pause_generation(PauseMode.WAIT)
         await engine.continue_generation()
     _check_running(engine)
@@ -119,7 +118,7 @@ async def a_stream_that_arrives_waits(bench: Bench) -> None:
         assert chunks == []
         assert not reading.done()
         await engine.continue_generation()
-        await _result(reading)
+        await result_of(reading)
     (whole,) = await bench.greedy([prompt], 8)
     last = chunks[-1].completion
     assert last is not None
@@ -137,7 +136,7 @@ async def all_that_arrived_is_served(bench: Bench) -> None:
     await asyncio.sleep(QUIET)
     assert not any(task.done() for task in tasks)
     await engine.continue_generation()
-    check_same(bench, [(await _result(task))[0] for task in tasks], whole)
+    check_same(bench, [(await result_of(task))[0] for task in tasks], whole)
 
 
 # Again, and one after another -----------------------------------------------------------------------------------------
@@ -153,7 +152,7 @@ async def going_on_without_a_pause_changes_nothing(bench: Bench) -> None:
     for _ in range(3):
         await engine.continue_generation()
         _check_running(engine)
-    check_same(bench, await _result(task), before)
+    check_same(bench, await result_of(task), before)
     check_same(bench, await bench.greedy(prompts), before)
 
 
@@ -183,11 +182,11 @@ async def many_callers_at_once(bench: Bench) -> None:
         for turn in range(12)
     ]
     for caller in callers:
-        await _result(caller)
+        await result_of(caller)
     await engine.continue_generation()
     _check_running(engine)
     for answer in answers:
-        check_same(bench, await _result(answer), before)
+        check_same(bench, await result_of(answer), before)
 
 
 @case(Capability.PAUSE_ABORT, Capability.PAUSE_WAIT, Capability.PAUSE_IN_PLACE, Capability.PAUSE_RETRACT)
@@ -209,8 +208,8 @@ async def any_mode_may_follow_any(bench: Bench) -> None:
         assert not task.done(), f"a request that arrived after {first.value} and {second.value} did not wait"
         await engine.continue_generation()
         _check_running(engine)
-        await _result(earlier)
-        await _result(task)
+        await result_of(earlier)
+        await result_of(task)
 
 
 @case(Capability.PAUSE_IN_PLACE, Capability.PAUSE_RETRACT)
@@ -232,7 +231,7 @@ async def one_freeze_can_follow_the_other(bench: Bench) -> None:
             stats = await engine.stats()
             counted.append((stats.running, stats.waiting))
             await engine.continue_generation()
-            resumed = await _result(task)
+            resumed = await result_of(task)
         check_same(bench, resumed.completions, whole.completions)
     if any(sum(held) < len(prompts) for held in counted):
         raise TooLate(f"of {len(prompts)} frozen requests, these were running and waiting: {counted}")
@@ -253,7 +252,7 @@ async def many_pauses_change_no_token(bench: Bench) -> None:
             await engine.continue_generation()
             if task.done():
                 break
-        resumed = await _result(task)
+        resumed = await result_of(task)
     check_same(bench, resumed.completions, whole.completions)
 
 
@@ -280,13 +279,13 @@ async def waiting_for_frozen_requests_is_refused(bench: Bench) -> None:
         await engine.pause_generation(PauseMode.IN_PLACE)
         await check_held(engine, task)
         with refused(EngineStateError, state="paused", otherwise="it returned, though what is in flight has not ended"):
-            async with asyncio.timeout(BOUND):
+            async with within():
                 await engine.pause_generation(PauseMode.WAIT)
         _check_paused(engine, PauseMode.IN_PLACE)
         await asyncio.sleep(QUIET)
         assert not task.done()
         await engine.continue_generation()
-        resumed = await _result(task)
+        resumed = await result_of(task)
     check_same(bench, resumed.completions, whole.completions)
 
 
@@ -320,14 +319,14 @@ async def a_request_that_waits_can_be_aborted(bench: Bench) -> None:
     )
     await asyncio.sleep(QUIET)
     await engine.abort("one")
-    for completion in (await _result(one)).completions:
+    for completion in (await result_of(one)).completions:
         assert completion.finish_reason is FinishReason.ABORT
         assert completion.token_ids == []
         assert completion.text == ""
     assert engine.is_paused
     assert not other.done()
     await engine.abort_generation()
-    for completion in (await _result(other)).completions + (await _result(third)).completions:
+    for completion in (await result_of(other)).completions + (await result_of(third)).completions:
         assert completion.finish_reason is FinishReason.ABORT
     assert engine.is_paused, "aborting requests does not end the pause"
     async with _arrival(bench):
@@ -344,13 +343,13 @@ async def an_arrival_that_is_cancelled_is_gone(bench: Bench) -> None:
         task = asyncio.create_task(engine.generate(prompt, bench.long(), request_ids=["mine"]))
         await asyncio.sleep(0.01)
         task.cancel()
-        async with asyncio.timeout(BOUND):
+        async with within():
             await asyncio.wait([task])
     await engine.continue_generation()
     await asyncio.sleep(QUIET)
     stats = await engine.stats()
     assert (stats.running, stats.waiting) == (0, 0)
-    async with asyncio.timeout(BOUND):
+    async with within():
         await engine.generate(prompt, bench.long(2), request_ids=["mine"])
 
 
@@ -362,14 +361,14 @@ async def a_frozen_call_that_is_cancelled_is_gone(bench: Bench) -> None:
     async with bench.in_flight(bench.prompts(2), bench.long(), request_ids=["a", "b"]) as task:
         await engine.pause_generation(PauseMode.IN_PLACE)
         task.cancel()
-        async with asyncio.timeout(BOUND):
+        async with within():
             await asyncio.wait([task])
         await until_idle(engine)
         assert engine.is_paused
         async with _arrival(bench):
             await engine.continue_generation()
     await until_idle(engine)
-    async with asyncio.timeout(BOUND):
+    async with within():
         await engine.generate(bench.prompts(2), bench.long(2), request_ids=["a", "b"])
 
 
@@ -380,7 +379,7 @@ async def an_arrival_does_not_wait_for_ever(bench: Bench) -> None:
     prompt = bench.prompt()
     await engine.pause_generation(PauseMode.WAIT)
     with refused(DeadlineExceeded, naming=f"{QUIET:g} s", otherwise="a paused engine served a request"):
-        async with asyncio.timeout(BOUND):
+        async with within():
             await engine.generate(prompt, bench.long(), timeout=QUIET)
     assert engine.is_paused
     async with _arrival(bench):
@@ -398,14 +397,14 @@ async def a_pause_that_takes_too_long_leaves_the_engine_running(bench: Bench) ->
     async with bench.in_flight(prompts, params, tokens=0) as task:
         returned = "the pause returned while requests were in flight"
         with in_time(task), refused(DeadlineExceeded, naming="0.02 s", otherwise=returned):
-            async with asyncio.timeout(BOUND):
+            async with within():
                 await engine.pause_generation(PauseMode.WAIT, timeout=0.02)
         _check_running(engine)
-        async with asyncio.timeout(BOUND):
+        async with within():
             await engine.generate(bench.prompt(), SamplingParams(max_new_tokens=1))
         if task.done():
             raise TooLate("the requests ended before the one that came after the pause")
-        ended = await _result(task)
+        ended = await result_of(task)
     check_same(bench, ended.completions, whole.completions)
 
 
@@ -417,10 +416,10 @@ async def closing_a_paused_engine_leaves_nothing_waiting(bench: Bench) -> None:
         task = asyncio.create_task(engine.generate(bench.prompt(engine=engine), SamplingParams(max_new_tokens=4)))
         await asyncio.sleep(QUIET)
         assert not task.done()
-        async with asyncio.timeout(BOUND):
+        async with within():
             await engine.teardown()
     assert engine.state is EngineState.CLOSED
-    (completion,) = (await _result(task)).completions
+    (completion,) = (await result_of(task)).completions
     assert (completion.finish_reason, completion.token_ids) == (FinishReason.ABORT, [])
 
 
@@ -435,9 +434,9 @@ async def closing_returns_frozen_requests(bench: Bench) -> None:
         async with bench.in_flight(bench.prompts(2, engine=engine), params, engine) as task:
             await engine.pause_generation(PauseMode.IN_PLACE)
             await check_held(engine, task)
-            async with asyncio.timeout(BOUND):
+            async with within():
                 await engine.teardown()
-            for completion in (await _result(task)).completions:
+            for completion in (await result_of(task)).completions:
                 assert completion.finish_reason is FinishReason.ABORT
                 assert 0 < len(completion.token_ids) < 800
 
@@ -482,7 +481,7 @@ async def a_reset_of_the_prefix_cache_spares_frozen_requests(bench: Bench) -> No
         await engine.reset_prefix_cache()
         await engine.continue_generation()
         (again,) = await bench.greedy([ended])
-        resumed = await _result(task)
+        resumed = await result_of(task)
     check_same(bench, resumed.completions, whole.completions)
     assert again.cached_tokens == 0, f"after the reset {again.cached_tokens} tokens of an earlier prompt were found"
 
@@ -496,7 +495,7 @@ async def logprobs_stay_true_across_a_retraction(bench: Bench) -> None:
     async with bench.in_flight(bench.prompts(2), params) as task:
         await engine.pause_generation(PauseMode.RETRACT)
         await engine.continue_generation()
-        resumed = await _result(task)
+        resumed = await result_of(task)
     for completion in resumed.completions:
         assert completion.logprobs is not None
         expected = bench.output_logprobs(completion)
@@ -528,22 +527,15 @@ async def _can_pause(engine: InferenceEngine, *modes: PauseMode) -> None:
         await engine.continue_generation()
 
 
-async def _result(task: asyncio.Task[_T], within: float = BOUND) -> _T:
-    """Await a task, with a timeout."""
-    done, _ = await asyncio.wait([task], timeout=within)
-    assert done, f"it has not ended after {within:g} s"
-    return task.result()
-
-
 async def _begun(engine: InferenceEngine, task: asyncio.Task[GenerationOutput], count: int = 1) -> None:
     """Return once the engine runs this many requests, or has already finished them."""
-    async with asyncio.timeout(BOUND):
+    async with within():
         while (await engine.stats()).running < count and not task.done():  # noqa: ASYNC110 - it may be another process
             await asyncio.sleep(0.002)
 
 
 async def _is_paused(engine: InferenceEngine) -> None:
-    async with asyncio.timeout(BOUND):
+    async with within():
         while not engine.is_paused:  # noqa: ASYNC110 - there is no event to wait for
             await asyncio.sleep(0)
 
@@ -560,7 +552,7 @@ async def _arrival(bench: Bench) -> AsyncGenerator[None, None]:
         assert not task.done(), "a request that arrived while the engine was paused did not wait"
         assert (await engine.stats()).running <= before, "a request that arrived while the engine was paused runs"
         yield
-        answer = await _result(task)
+        answer = await result_of(task)
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -600,7 +592,7 @@ async def _freezes(bench: Bench, mode: PauseMode) -> None:
             await asyncio.sleep(undisturbed)
             assert not task.done(), "requests ran to their end while they were frozen"
             await engine.continue_generation()
-        resumed = await _result(task)
+        resumed = await result_of(task)
     _check_running(engine)
     check_same(bench, resumed.completions, whole.completions)
 
@@ -645,7 +637,7 @@ async def _stream_stands_still(bench: Bench, mode: PauseMode) -> None:
 
     async with _streamed(engine, prompt, params) as (chunks, reading):
         try:
-            async with asyncio.timeout(BOUND):
+            async with within():
                 while len(chunks) < 5 and not reading.done():  # noqa: ASYNC110 - chunks come one by one
                     await asyncio.sleep(0.001)
             await engine.pause_generation(mode)
@@ -659,7 +651,7 @@ async def _stream_stands_still(bench: Bench, mode: PauseMode) -> None:
             assert shown < len(whole.token_ids)
         finally:
             await engine.continue_generation()
-        await _result(reading)
+        await result_of(reading)
     last = chunks[-1].completion
     assert last is not None
     assert [token for chunk in chunks for token in chunk.token_ids] == last.token_ids
@@ -673,10 +665,10 @@ async def _abort_ends_what_is_frozen(bench: Bench, frozen: PauseMode) -> None:
     whole = await engine.generate(prompts, params)
     async with bench.in_flight(prompts, params) as task:
         await engine.pause_generation(frozen)
-        async with asyncio.timeout(BOUND):
+        async with within():
             await engine.pause_generation(PauseMode.ABORT)
         _check_paused(engine, PauseMode.ABORT)
-        ended = await _result(task)
+        ended = await result_of(task)
         async with _arrival(bench):
             await engine.continue_generation()
     for part, complete in zip(ended.completions, whole.completions, strict=True):
@@ -696,13 +688,13 @@ async def _frozen_request_can_be_aborted(bench: Bench, mode: PauseMode) -> None:
         await engine.pause_generation(mode)
         await check_held(engine, one, other)
         await engine.abort("one")
-        (part,) = (await _result(one)).completions
+        (part,) = (await result_of(one)).completions
         _check_cut(bench, part, whole[0])
         _check_paused(engine, mode)
         await asyncio.sleep(QUIET)
         assert not other.done()
         await engine.continue_generation()
-        check_same(bench, (await _result(other)).completions, whole[1:])
+        check_same(bench, (await result_of(other)).completions, whole[1:])
 
 
 async def _unknown_mode_is_refused(engine: InferenceEngine) -> None:

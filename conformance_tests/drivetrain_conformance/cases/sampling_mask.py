@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
@@ -25,12 +24,11 @@ from drivetrain.types.sampling_mask import SamplingMask
 from drivetrain_conformance.assertions.stop_texts import TOKENS, free_samples, pieces
 from drivetrain_conformance.harness.case import case
 from drivetrain_conformance.harness.testbench import Bench, in_time, ordinary_ids
+from drivetrain_conformance.harness.time_limits import within
 from drivetrain_conformance.references.oracle import log_softmax
 from drivetrain_conformance.references.reference_masks import check_mask
 from drivetrain_conformance.references.reference_sampling import steps, with_effective_filters
 
-_BOUND: Final = 60.0
-"""Timeout, in seconds, for requests that were paused or aborted to come back."""
 _FILTERS: Final[Mapping[str, tuple[Capability, object, object]]] = {
     "top_k": (Capability.TOP_K, 7, 150),
     "top_p": (Capability.TOP_P, 0.6, 0.97),
@@ -233,7 +231,7 @@ async def an_aborted_sample_keeps_the_mask_of_its_tokens(bench: Bench) -> None:
     params = bench.long(250, temperature=1.0, return_sampling_mask=True)
     async with bench.in_flight(bench.prompts(2), params, request_ids=["a", "b"]) as task:
         await bench.engine.abort("a")
-        async with asyncio.timeout(_BOUND):
+        async with within():
             completions = (await task).completions
     with in_time(completions[0]):
         assert completions[0].finish_reason is FinishReason.ABORT
@@ -249,7 +247,7 @@ async def masks_outlast_a_retraction(bench: Bench) -> None:
         for _ in range(2):
             await engine.pause_generation(PauseMode.RETRACT)
             await engine.continue_generation()
-        async with asyncio.timeout(_BOUND):
+        async with within():
             completions = (await task).completions
     for completion in completions:
         _check(bench, completion, params)

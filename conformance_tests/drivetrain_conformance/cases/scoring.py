@@ -22,6 +22,7 @@ from drivetrain_conformance.assertions.same_answers import check_greedy
 from drivetrain_conformance.assets.made_adapters import has_layers, make_adapter, merge
 from drivetrain_conformance.harness.case import case
 from drivetrain_conformance.harness.testbench import Bench
+from drivetrain_conformance.harness.time_limits import within
 from drivetrain_conformance.references.oracle import Logits, log_softmax
 
 _NEEDS: Final = (Capability.SCORE_TOKENS, Capability.SCORE_AT)
@@ -193,7 +194,7 @@ async def scores_are_of_the_temperature(bench: Bench) -> None:
     ]
     for call in calls:
         await call.check()
-    async with asyncio.timeout(_BOUND):
+    async with within(seconds=_BOUND):
         await asyncio.gather(*(call.check() for call in calls))
 
 
@@ -262,7 +263,7 @@ async def many_scores_share_batches_with_other_requests(bench: Bench) -> None:
             (61, 1, None, 1, 0),
         )
     ]
-    async with bench.in_flight(bench.prompts(4), bench.long(250)) as task, asyncio.timeout(_BOUND):
+    async with bench.in_flight(bench.prompts(4), bench.long(250)) as task, within(seconds=_BOUND):
         for _ in range(2):
             await asyncio.gather(*(call.check() for call in calls), _answer(bench))
         for completion in (await task).completions:
@@ -322,7 +323,7 @@ async def scores_are_of_the_weights_that_are_served(bench: Bench) -> None:
         await engine.load_weights_from_disk(str(model), version, mode=mode)
         if scoring.done():
             times *= 2  # the next call should outlast its update
-        async with asyncio.timeout(_BOUND):
+        async with within(seconds=_BOUND):
             completions = (await scoring).completions
         for completion in (*completions[:_LOOKED_AT], *completions[-_LOOKED_AT:]):
             named, own = completion.weight_version, np.array(completion.prompt_token_ids[-2:])[:, None]
@@ -351,7 +352,7 @@ async def scores_are_of_the_adapter(bench: Bench) -> None:
             continue
         try:
             await _Call(bench, sequences, model=merged, lora="a", temperature=0.8, top_k=2).check()
-            async with asyncio.timeout(_BOUND):
+            async with within(seconds=_BOUND):
                 await asyncio.gather(
                     _Call(bench, sequences, model=merged, lora="a", last_n=3).check(),
                     _Call(bench, sequences, last_n=3).check(),

@@ -27,11 +27,10 @@ from drivetrain_conformance.assets.served_models import ModelKind
 from drivetrain_conformance.assets.weight_sources import tensors_of
 from drivetrain_conformance.harness.case import Hardware, case
 from drivetrain_conformance.harness.testbench import Bench, check_held, in_time, until_idle, until_running
+from drivetrain_conformance.harness.time_limits import result_of, within
 
 _T = TypeVar("_T")
 
-BOUND: Final = 60.0
-"""Timeout, in seconds, of each wait."""
 QUIET: Final = 0.1
 """Seconds during which nothing may happen."""
 TOKENS: Final = 250
@@ -45,6 +44,8 @@ WRITTEN: Final = 0.7
 """The same share for a KV cache, parts of which may never have been written and so are not resident."""
 NOISE: Final = MIB
 """Memory by which a measure may be off: an engine that keeps no cache between requests has none to give back."""
+_AMPLE: Final = 3600.0
+"""A timeout in seconds that no call reaches."""
 _SHARED: Final = 200
 _TOGETHER: Final = 16
 """Tokens of a prompt, and its samples, whose own cache is larger than that of the prompts before."""
@@ -333,11 +334,11 @@ async def requests_in_flight_are_not_sleeps_to_decide(bench: Bench) -> None:
             await _busy(engine.sleep([KV_CACHE]))
             await _busy(engine.sleep([KV_CACHE], drain_timeout=0.02))
         _check_awake(engine)
-        check_same(bench, (await _result(task)).completions, whole)
+        check_same(bench, (await result_of(task)).completions, whole)
     async with bench.in_flight(prompts, params) as task:
         await engine.sleep([KV_CACHE], abort_first=True)
         _check_asleep(engine, {KV_CACHE})
-        for part, complete in zip((await _result(task)).completions, whole, strict=True):
+        for part, complete in zip((await result_of(task)).completions, whole, strict=True):
             with in_time(part):
                 assert part.finish_reason is FinishReason.ABORT
             assert 0 < len(part.token_ids) < len(complete.token_ids)
@@ -356,7 +357,7 @@ async def all_samples_are_aborted_before_sleep(bench: Bench) -> None:
     before = await bench.greedy(prompts)
     async with bench.in_flight(prompts, bench.long(n=4)) as task:
         await engine.sleep([KV_CACHE], abort_first=True)
-        samples = (await _result(task)).completions
+        samples = (await result_of(task)).completions
         with in_time(*samples):
             assert [sample.finish_reason for sample in samples] == [FinishReason.ABORT] * 8
         await engine.wake_up([KV_CACHE])
@@ -373,14 +374,14 @@ async def sleep_can_let_requests_end_first(bench: Bench) -> None:
     prompts, params = bench.prompts(3), bench.long(60)
     whole = (await engine.generate(prompts, params)).completions
     task = await until_running(engine, 2, lambda: engine.generate(prompts[:2], params))
-    sleeping = asyncio.create_task(engine.sleep([KV_CACHE], drain_timeout=BOUND))
+    sleeping = asyncio.create_task(engine.sleep([KV_CACHE], drain_timeout=_AMPLE))
     await asyncio.sleep(0)
     late = asyncio.create_task(_answer_or_refusal(engine, prompts[2], params))
-    await _result(sleeping)
+    await result_of(sleeping)
     _check_asleep(engine, {KV_CACHE})
-    check_same(bench, (await _result(task)).completions, whole[:2])
+    check_same(bench, (await result_of(task)).completions, whole[:2])
     await engine.wake_up([KV_CACHE])
-    answer = await _result(late)
+    answer = await result_of(late)
     if answer is not None:
         check_same(bench, [answer], whole[2:])
 
@@ -407,7 +408,7 @@ async def retracted_requests_survive_a_sleep_of_the_cache(bench: Bench) -> None:
         await asyncio.sleep(QUIET)
         assert not task.done()
         await engine.continue_generation()
-        check_same(bench, (await _result(task)).completions, whole)
+        check_same(bench, (await result_of(task)).completions, whole)
 
 
 @case(Capability.SLEEP_KV_CACHE, Capability.PAUSE_IN_PLACE)
@@ -428,7 +429,7 @@ async def requests_frozen_in_place_keep_the_cache_awake(bench: Bench) -> None:
         assert engine.state is EngineState.PAUSED
         assert engine.status.asleep == frozenset()
         await engine.continue_generation()
-        check_same(bench, (await _result(task)).completions, whole)
+        check_same(bench, (await result_of(task)).completions, whole)
 
 
 @case(Capability.SLEEP_KV_CACHE, Capability.PAUSE_WAIT)
@@ -449,7 +450,7 @@ async def arrivals_of_a_pause_wait_through_a_sleep(bench: Bench) -> None:
                 assert not early.done()
                 assert not asleep.done()
                 await engine.continue_generation()
-                answers = [(await _result(task))[0] for task in (early, asleep, late)]
+                answers = [(await result_of(task))[0] for task in (early, asleep, late)]
     _check_awake(engine)
     check_same(bench, answers, before)
 
@@ -473,7 +474,7 @@ async def arrivals_of_a_pause_are_served_by_the_new_weights(bench: Bench) -> Non
         await asyncio.sleep(QUIET)
         assert not task.done(), "an update does not end a pause"
         await engine.continue_generation()
-        check_same(bench, await _result(task), expected, model=others)
+        check_same(bench, await result_of(task), expected, model=others)
     await engine.load_weights_from_disk(str(bench.model), own)
 
 
@@ -489,7 +490,7 @@ async def a_caller_that_went_away_does_not_disturb_a_sleep(bench: Bench) -> None
         await asyncio.sleep(seconds)
         task.cancel()
         await asyncio.wait([task])
-        await engine.sleep([KV_CACHE], drain_timeout=BOUND)
+        await engine.sleep([KV_CACHE], drain_timeout=_AMPLE)
         await engine.wake_up([KV_CACHE])
         check_same(bench, await bench.greedy(prompts), before)
 
@@ -511,10 +512,10 @@ async def many_callers_at_once(bench: Bench) -> None:
             for turn in range(6)
         ]
         for caller in callers:
-            await _result(caller)
+            await result_of(caller)
         await engine.wake_up([KV_CACHE])
         for task, complete in zip(tasks, whole, strict=True):
-            answer = await _result(task)
+            answer = await result_of(task)
             if answer is not None:
                 check_prefix(bench, answer, complete)
         _check_awake(engine)
@@ -818,18 +819,11 @@ async def _can_sleep(bench: Bench, *tags: MemoryTag, update: bool = False) -> No
         await bench.engine.load_weights_from_disk(str(bench.model), bench.engine.get_weight_version())
 
 
-async def _result(task: asyncio.Task[_T], within: float = BOUND) -> _T:
-    """Await a task, with a timeout."""
-    done, _ = await asyncio.wait([task], timeout=within)
-    assert done, f"it has not ended after {within:g} s"
-    return task.result()
-
-
 async def _refused(asked: Coroutine[object, object, object], state: str, mentions: str = "") -> None:
     """Require a call to be refused in time, naming the engine's state."""
     done = f"an engine that is {state} did what it was asked to do"
     with refused(EngineStateError, state=state, naming=mentions, otherwise=done):
-        async with asyncio.timeout(BOUND):
+        async with within():
             await asked
 
 
@@ -846,7 +840,7 @@ async def _requests_are_refused(bench: Bench, state: str, mentions: str) -> None
 
 async def _busy(sleeping: Coroutine[object, object, None]) -> None:
     with refused(EngineBusy, naming="abort_first", otherwise="the engine fell asleep, though requests were in flight"):
-        async with asyncio.timeout(BOUND):
+        async with within():
             await sleeping
 
 

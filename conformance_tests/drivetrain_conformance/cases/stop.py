@@ -38,6 +38,8 @@ _LONG: Final = 200
 """Characters of a match: engines may look at the end of a text only."""
 _MANY: Final = 20
 """Stops beside the one that matches: engines may take a few only."""
+_MOST: Final = 1500
+"""Stop token ids beside the one that matches: engines may have room for 128 or 1024."""
 _KEEP: Final = {"include_stop_str_in_output": st.booleans()}
 
 Fields = Mapping[str, object]
@@ -55,8 +57,8 @@ async def a_stop_token_id_ends_generation(bench: Bench) -> None:
         one, other = (bench.rng.choice(run.token_ids) for _ in range(2))
         asked += [(run, {"stop_token_ids": [one]}), (run, {"stop_token_ids": (one, other)})]
         asked += [(run, {"stop_token_ids": run.token_ids[0]}), (run, {"stop_token_ids": _never(bench, run)})]
-        many = [*_never(bench, run, 150), one]
-        asked += [(run, {"stop_token_ids": many}), (run, {"stop_token_ids": many[:-1]})]
+        many = _many_others(bench, run)
+        asked += [(run, {"stop_token_ids": [*many, one]}), (run, {"stop_token_ids": many})]
     for completion, _ in await _check(bench, asked):
         assert completion.matched_stop in (None, completion.token_ids[-1])
 
@@ -535,5 +537,11 @@ def _settings(bench: Bench) -> settings:
     )
 
 
-def _never(bench: Bench, run: Completion, count: int = 3) -> list[int]:
-    return [token for token in ordinary_ids(bench.engine) if token not in run.token_ids][:count]
+def _never(bench: Bench, run: Completion) -> list[int]:
+    return [token for token in ordinary_ids(bench.engine) if token not in run.token_ids][:3]
+
+
+def _many_others(bench: Bench, run: Completion) -> list[int]:
+    """Return as many ids as the vocabulary has, up to a bound, none of which is an EOS or in ``run``."""
+    known = {*run.token_ids, *bench.engine.model_info.eos_token_ids}
+    return [token for token in range(bench.engine.model_info.vocab_size) if token not in known][:_MOST]

@@ -31,6 +31,7 @@ from drivetrain_conformance.assertions.stop_texts import (
 )
 from drivetrain_conformance.harness.case import case
 from drivetrain_conformance.harness.testbench import Bench, check_held, in_time
+from drivetrain_conformance.harness.time_limits import until_ended, within
 from drivetrain_conformance.references.reference_stops import Ending
 
 Fields = Mapping[str, object]
@@ -166,14 +167,14 @@ async def _kept_while_frozen(bench: Bench, mode: PauseMode, wait: float) -> list
         for sample in heard:
             begun = asyncio.Event()
             readers.append(asyncio.create_task(_read(engine, bench.prompt(), params, sample, begun)))
-            async with asyncio.timeout(60):
+            async with within():
                 await begun.wait()
         await engine.pause_generation(mode)
         await check_held(engine, *readers)
         await asyncio.sleep(wait)
         shown = [len(sample.token_ids) for sample in heard]
         await engine.abort_generation()
-        async with asyncio.timeout(60):
+        async with within():
             await asyncio.gather(*readers)
     finally:
         await engine.continue_generation()
@@ -357,7 +358,7 @@ async def closing_a_stream_ends_its_requests(bench: Bench) -> None:
             await anext(stream)
         beside = asyncio.create_task(bench.engine.generate([prompt], params))
         await asyncio.sleep(0)
-        async with asyncio.timeout(60):
+        async with within():
             await stream.aclose()
         check_same(bench, (await beside).completions, alone)
         await assert_idle_soon(bench, "requests of a stream that was closed are still there")
@@ -375,11 +376,10 @@ async def cancelling_a_listener_ends_its_requests(bench: Bench) -> None:
 
     task = asyncio.create_task(listen())
     task.add_done_callback(lambda _: begun.set())
-    async with asyncio.timeout(60):
+    async with within():
         await begun.wait()
     task.cancel()
-    done, _ = await asyncio.wait([task], timeout=60)
-    assert done, "a cancelled listener did not end"
+    assert await until_ended(task), "a cancelled listener did not end"
     if not task.cancelled():
         task.result()  # it ended before the cancellation; raise its error, if any
     await assert_idle_soon(bench, "requests of a listener that was cancelled are still there")

@@ -38,7 +38,6 @@ from drivetrain_conformance.engine_model.contract import Contract, Fate, InFligh
 from drivetrain_conformance.engine_model.expected_answers import ADAPTER, Answers, End, Fields, params_of
 from drivetrain_conformance.engine_model.replay import (
     Live,
-    bounded,
     ended,
     from_disk,
     load,
@@ -52,6 +51,7 @@ from drivetrain_conformance.engine_model.replay import (
 from drivetrain_conformance.engine_model.replay_script import Script
 from drivetrain_conformance.engine_model.strategies import AbortPoint
 from drivetrain_conformance.harness.testbench import until_idle
+from drivetrain_conformance.harness.time_limits import within
 
 SHORT: Final = 4
 """Length of a request that ends soon, in tokens."""
@@ -269,12 +269,12 @@ class Player:
             with self._script.block(_refused(refusal)):
                 self._script.add(f"await {code}")
             with refused(refusal.error, refusal.state):
-                async with bounded(code):
+                async with within(code):
                     await call()
             return False
         self._script.add(f"{target}await {code}")
         try:
-            async with bounded(code):
+            async with within(code):
                 await call()
         except Exception as error:
             if refusal is None or not isinstance(error, refusal.error):
@@ -385,7 +385,7 @@ class Player:
     async def _load(self, action: Update | BrokenUpdate, version: str, ruling: Ruling) -> None:
         """Update from disk, bucket by bucket, with the action's event in the middle."""
         request = from_disk(self._answers.folders[action.weights], version, action.mode)
-        async with bounded("a weight update"):
+        async with within("a weight update"):
             if isinstance(action, BrokenUpdate):
                 broken = Refusal(WeightTransferFailed)
                 with self._script.block(_refused(broken)), self._script.block(_opening(action, version)):

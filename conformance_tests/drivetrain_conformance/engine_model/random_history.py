@@ -28,7 +28,8 @@ from drivetrain_conformance.engine_model.actions import LONG, Action, History, h
 from drivetrain_conformance.engine_model.contract import Contract
 from drivetrain_conformance.engine_model.expected_answers import Answers, styles_of
 from drivetrain_conformance.engine_model.history_player import SHORT, Player
-from drivetrain_conformance.harness.testbench import Bench, Hangs, NoOracle, Runs, until_idle
+from drivetrain_conformance.harness.testbench import Bench, NoOracle, Runs, until_idle
+from drivetrain_conformance.harness.time_limits import Hangs
 from drivetrain_conformance.references.oracle import Oracle
 
 _PROMPT_LENGTH: Final = 20

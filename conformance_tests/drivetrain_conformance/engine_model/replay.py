@@ -9,7 +9,7 @@ import asyncio
 import random
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Coroutine, Generator, Sequence
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -22,13 +22,11 @@ from drivetrain.types.weights import DiskSource, WeightUpdateRequest
 from drivetrain_conformance.assets.weight_sources import tensors_of
 from drivetrain_conformance.engine_model.expected_answers import Answers, End, Fields
 from drivetrain_conformance.engine_model.strategies import WeightPlanChoice
-from drivetrain_conformance.harness.testbench import Hangs
+from drivetrain_conformance.harness.time_limits import Hangs, until_ended, within
 from drivetrain_weight_sync import WeightSync
 
 _T = TypeVar("_T")
 
-BOUND: Final = 60.0
-"""Timeout, in seconds, of each wait."""
 _IN_THE_PIPE: Final = 32
 """Tokens of a frozen request that may still arrive, because they were made before it was frozen."""
 
@@ -52,19 +50,6 @@ def refused(error: type[DrivetrainError], state: str | None = None) -> Generator
         raise AssertionError(f"refused by {error.__name__} for state {named!r}, where it is {state!r}")
 
 
-@asynccontextmanager
-async def bounded(what: str) -> AsyncGenerator[None, None]:
-    """Raise :class:`Hangs` if the block takes longer than :data:`BOUND`."""
-    scope = asyncio.timeout(BOUND)
-    try:
-        async with scope:
-            yield
-    except TimeoutError:
-        if scope.expired():
-            raise Hangs(f"hangs: {what} did not end within {BOUND:g} s") from None
-        raise
-
-
 # Requests ------------------------------------------------------------------------------------------------------------
 
 
@@ -85,13 +70,13 @@ class Live:
 
     async def result(self) -> list[Completion]:
         """Wait for the request's completions."""
-        async with bounded("a request"):
+        async with within("a request"):
             return await asyncio.shield(self._task)
 
     async def drop(self) -> None:
         """Cancel the request and ignore its outcome."""
         self._task.cancel()
-        await asyncio.wait([self._task], timeout=BOUND)
+        await until_ended(self._task)
         await asyncio.gather(self._task, return_exceptions=True)
 
     @staticmethod
@@ -138,7 +123,7 @@ async def settle(engine: InferenceEngine, *in_flight: Live) -> None:
     held = unfinished = 0
     rounds = _ROUND_TRIPS if engine.is_paused else 1
     try:
-        async with bounded("a request that the engine has lost"):
+        async with within("a request that the engine has lost"):
             while rounds:
                 for _ in range(5):
                     await asyncio.sleep(0)
@@ -155,7 +140,7 @@ async def settle(engine: InferenceEngine, *in_flight: Live) -> None:
 async def proceed(*streams: Live, tokens: int) -> None:
     """Wait until each of these running streams has brought this many more tokens, or has ended."""
     goals = [(live, live.seen + tokens) for live in streams]
-    async with bounded(f"the next {tokens} tokens of a stream"):
+    async with within(f"the next {tokens} tokens of a stream"):
         while any(live.seen < goal and not live.done for live, goal in goals):  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 

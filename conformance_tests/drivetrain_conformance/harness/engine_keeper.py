@@ -15,9 +15,8 @@ from drivetrain.types.capability import Capability
 from drivetrain.types.config import Task
 from drivetrain.types.sampling import SamplingParams
 from drivetrain_conformance.harness.testbench import Opener, ordinary_ids, until_idle
+from drivetrain_conformance.harness.time_limits import Hangs, within
 
-_SETTLE = 60.0
-"""Seconds within which requests that a case aborted must have left the engine."""
 _PROBE = SamplingParams(max_new_tokens=8, temperature=0)
 
 
@@ -46,13 +45,14 @@ class Vitals:
 async def take_vitals(engine: InferenceEngine) -> Vitals:
     """Read an engine's state; if it is ready and generates, also its greedy answer to a fixed prompt."""
     status = engine.status.describe()
-    with suppress(TimeoutError):
-        await until_idle(engine, within=_SETTLE)  # a request that was just aborted may still be in its last step
+    with suppress(Hangs):
+        await until_idle(engine)  # a request that was just aborted may still be in its last step
     stats = await engine.stats()
     answer: tuple[int, ...] = ()
     if status == "ready" and engine.config.task is Task.GENERATE:
         prompt = ordinary_ids(engine)[:4]
-        answer = tuple((await engine.generate(prompt, _PROBE, timeout=60)).completions[0].token_ids)
+        async with within("a greedy answer"):
+            answer = tuple((await engine.generate(prompt, _PROBE)).completions[0].token_ids)
     return Vitals(status, (stats.running, stats.waiting), engine.get_weight_version(), answer)
 
 
@@ -63,7 +63,8 @@ async def _speed(engine: InferenceEngine) -> float:
     # Long enough that the time until the first token hardly counts.
     params = _PROBE.model_copy(update={"max_new_tokens": 64, "ignore_eos": engine.supports(Capability.IGNORE_EOS)})
     began = time.monotonic()
-    made = (await engine.generate(ordinary_ids(engine)[:4], params, timeout=60)).completions[0].token_ids
+    async with within("a greedy answer"):
+        made = (await engine.generate(ordinary_ids(engine)[:4], params)).completions[0].token_ids
     return len(made) / (time.monotonic() - began)
 
 
@@ -104,7 +105,7 @@ class EngineKeeper:
             return ""
         try:
             found = (await take_vitals(self._engine)).differences(self._before)
-        except (DrivetrainError, TimeoutError) as error:
+        except (DrivetrainError, Hangs) as error:
             found = f"it no longer answers: {type(error).__name__}: {error}"
         if found and not (weights_may_differ and await self._restore_weights()):
             await self.close()
@@ -117,7 +118,7 @@ class EngineKeeper:
         try:
             await engine.load_weights_from_disk(str(self._model), self._before.version)
             return not (await take_vitals(engine)).differences(self._before)
-        except (DrivetrainError, TimeoutError):
+        except (DrivetrainError, Hangs):
             return False
 
     async def close(self) -> None:

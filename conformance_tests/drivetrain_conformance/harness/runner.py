@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import os
 import random
 import time
 from collections.abc import Coroutine, Mapping
@@ -24,15 +23,13 @@ from drivetrain_conformance.harness.case import Case, Hardware
 from drivetrain_conformance.harness.engine_keeper import EngineKeeper
 from drivetrain_conformance.harness.run_profile import PROFILES, Profile
 from drivetrain_conformance.harness.suite import Suite
-from drivetrain_conformance.harness.testbench import Bench, Hangs, NoOracle, TooLate
+from drivetrain_conformance.harness.testbench import Bench, NoOracle, TooLate
+from drivetrain_conformance.harness.time_limits import Hangs, until_ended
 from drivetrain_conformance.harness.verdict import Judgement, Verdict, apply_known_failures, describe, judge
 from drivetrain_conformance.references.oracle import Oracle
 
 _T = TypeVar("_T")
 _CANCEL_SECONDS: Final = 20.0
-_LOOK_SECONDS: Final = 5.0
-"""Interval at which a case's timeout is adapted to the machine's load."""
-_MOST_SLOWDOWN: Final = 20.0
 _ATTEMPTS: Final = 6
 """Attempts in all of a case that comes too late: each has requests of twice the length."""
 
@@ -216,18 +213,11 @@ class Runner:
         return self._loop.run(self._bounded(coroutine))
 
     async def _bounded(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
-        """Await ``coroutine``; on timeout cancel it, and abandon it if that takes too long.
-
-        Seconds on a busy machine count less: a case may run there for as long as it needs.
-        """
-        task, left = asyncio.ensure_future(coroutine), self.profile.case_timeout
-        while left > 0 and not task.done():
-            begun = time.monotonic()
-            await asyncio.wait([task], timeout=min(left, _LOOK_SECONDS))
-            left -= (time.monotonic() - begun) / _slowdown()
-        if not task.done():
+        """Await ``coroutine``; on timeout cancel it, and abandon it if that takes too long."""
+        task = asyncio.ensure_future(coroutine)
+        if not await until_ended(task, seconds=self.profile.case_timeout):
             task.cancel()
-            await asyncio.wait([task], timeout=_CANCEL_SECONDS)
+            await until_ended(task, seconds=_CANCEL_SECONDS)
             raise Hangs(f"hangs: the case did not end within {self.profile.case_timeout:g} s")
         return task.result()
 
@@ -273,8 +263,3 @@ def gpu_count() -> int:
     import torch
 
     return torch.cuda.device_count()
-
-
-def _slowdown() -> float:
-    """Return how many times slower than alone a process runs now: processes that want a core, per core."""
-    return min(_MOST_SLOWDOWN, max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))

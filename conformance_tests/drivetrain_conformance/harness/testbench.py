@@ -20,6 +20,7 @@ from drivetrain.types.prompts import PromptLike
 from drivetrain.types.sampling import SamplingParams
 from drivetrain_conformance.assets.served_models import ModelKind, Models
 from drivetrain_conformance.harness.run_profile import Profile
+from drivetrain_conformance.harness.time_limits import until_ended, within
 from drivetrain_conformance.references.oracle import Logits, Oracle, RoundingOracle, log_softmax
 from drivetrain_conformance.references.tolerances import tolerance_of
 
@@ -215,7 +216,7 @@ class Bench:
         task = await until_running(engine, count, lambda: engine.generate(list(prompts), params, **arguments))  # type: ignore[arg-type]
         try:
             if tokens:
-                async with asyncio.timeout(60):
+                async with within():
                     await self.greedy(self.prompts(count, engine=engine), tokens, engine)
             yield task
         finally:
@@ -230,10 +231,6 @@ class Bench:
         """Return greedy completions, one for each prompt."""
         params = SamplingParams(max_new_tokens=max_new_tokens, temperature=0)
         return (await (engine or self.engine).generate([list(prompt) for prompt in prompts], params)).completions
-
-
-class Hangs(AssertionError):
-    """A case, or a wait within it, timed out."""
 
 
 class TooLate(AssertionError):
@@ -278,7 +275,7 @@ async def until_running(
     for start in range(_STARTS):
         task = asyncio.create_task(generate())
         try:
-            async with asyncio.timeout(60):
+            async with within():
                 while not task.done():
                     running = engine.parts.in_flight.running if start else (await engine.stats()).running
                     if running >= count:
@@ -324,9 +321,9 @@ async def results_arrive(engine: InferenceEngine) -> None:
             await asyncio.sleep(0)
 
 
-async def until_idle(engine: InferenceEngine, within: float = 60.0) -> None:
+async def until_idle(engine: InferenceEngine) -> None:
     """Wait until the engine holds no request."""
-    async with asyncio.timeout(within):
+    async with within():
         while (stats := await engine.stats()).running or stats.waiting:  # noqa: ASYNC110 - it may be another process
             await asyncio.sleep(0.002)
 
@@ -341,7 +338,6 @@ async def end_requests(engine: InferenceEngine, task: asyncio.Task[GenerationOut
                 await engine.abort_generation()
         except DrivetrainError:
             task.cancel()
-    await asyncio.wait([task], timeout=60)
-    if not task.done():
+    if not await until_ended(task):
         task.cancel()
     await asyncio.gather(task, return_exceptions=True)

@@ -65,6 +65,31 @@ def forgets_what_the_frozen_had_present(request: GenerateRequest) -> GenerateReq
     return request if request.params.presence_penalty else None
 
 
+def _allowing(request: GenerateRequest, count: int) -> GenerateRequest | None:
+    """Return a request whose action mask allows only its first ``count`` ids; None if none allows more."""
+    processors = request.params.logit_processors
+    if all(not isinstance(one, ActionMask) or len(one.allowed_token_ids) <= count for one in processors):
+        return None
+    fewer = (
+        ActionMask(allowed_token_ids=one.allowed_token_ids[:count]) if isinstance(one, ActionMask) else one
+        for one in processors
+    )
+    params = request.params.model_copy(update={"logit_processors": tuple(fewer)})
+    return dataclasses.replace(request, params=params)
+
+
+@frozen_mutant("pause/in_place_freezes_requests_in_flight", says="nats below")
+def allows_fewer_ids_after_a_pause(request: GenerateRequest) -> GenerateRequest | None:
+    """A request frozen in place goes on with the first 110 ids of its action mask."""
+    return _allowing(request, 110)
+
+
+@retracted_mutant("pause/retract_freezes_requests_in_flight", says="nats below")
+def allows_fewer_ids_after_a_retraction(request: GenerateRequest) -> GenerateRequest | None:
+    """A retracted request goes on with the first 110 ids of its action mask."""
+    return _allowing(request, 110)
+
+
 @frozen_mutant("pause/in_place_freezes_requests_in_flight", says="nats below")
 def counts_min_new_tokens_from_a_pause(request: GenerateRequest) -> GenerateRequest | None:
     """A request frozen in place holds back stops for min_new_tokens further tokens."""
@@ -687,6 +712,12 @@ class takes_the_generation_configs_repetition_penalty(CorrectBackend):
 def passes_on_a_few_stop_ids(request: GenerateRequest) -> GenerateRequest:
     """Only the first 64 stop token ids end a completion."""
     return dataclasses.replace(request, stop_token_ids=request.stop_token_ids[:64])
+
+
+@request_mutant("stop/a_stop_token_id_ends_generation", says="expected Ending(")
+def passes_on_128_stop_ids(request: GenerateRequest) -> GenerateRequest:
+    """Only the first 128 stop token ids end a completion."""
+    return dataclasses.replace(request, stop_token_ids=request.stop_token_ids[:128])
 
 
 @mutant("sampling/greedy_follows_the_frequency_penalty", says="below the best after penalties and bias")

@@ -112,7 +112,7 @@ class shifts_the_logprobs_of_what_was_frozen(CorrectBackend):
         return dataclasses.replace(result, logprobs=[0.0, *result.logprobs[:-1]])
 
 
-@mutant("pause/a_request_frozen_in_place_can_be_aborted", says="hangs")
+@mutant("pause/a_request_frozen_in_place_can_be_aborted", says=("hangs", "waiting for the abort to reach"))
 class aborts_the_frozen_for_ever(CorrectBackend):
     """An abort waits for the last step of its requests, which frozen ones never make."""
 

@@ -12,6 +12,7 @@ import numpy as np
 from drivetrain.backend.base import Backend
 from drivetrain.engine.pooling import Pooling
 from drivetrain.types.config import EngineConfig, Task
+from drivetrain.types.prompts import PromptLike
 from drivetrain_conformance.assets.served_models import copy_model
 from drivetrain_conformance.mutants.registry import mixed, mutant, spoiled_backend
 from drivetrain_conformance.mutants.spoil import CorrectBackend, config_mutant, own
@@ -179,3 +180,20 @@ def embeds_in_the_models_context(config: EngineConfig) -> Mapping[str, object]:
 def scores_in_the_models_context(config: EngineConfig) -> Mapping[str, object]:
     """A configured context_length is not applied to rewards."""
     return _whole_context(config)
+
+
+@mutant("lifecycle/closing_never_hangs", says="a call of encode() that outlasts timeouts.generate is answered")
+class embeds_without_the_configured_timeout(Pooling):
+    """A call of encode() takes as long as it takes, whatever timeouts.generate is."""
+
+    async def encode(self, prompts: PromptLike | Sequence[PromptLike], dimensions: int | None) -> list[list[float]]:
+        builder = self.model.builder_for(Task.EMBED, "encode()")
+        return await self.embed(await builder.prompt_token_ids(prompts), dimensions)
+
+
+@mutant("lifecycle/closing_never_hangs", says="a call of score() that outlasts timeouts.generate is answered")
+class scores_without_the_configured_timeout(Pooling):
+    """A call of score() takes as long as it takes, whatever timeouts.generate is."""
+
+    async def score(self, input_ids: Sequence[Sequence[int]], output_ids: Sequence[Sequence[int]]) -> list[float]:
+        return await self.reward_score([[*one, *other] for one, other in zip(input_ids, output_ids, strict=True)])

@@ -150,6 +150,18 @@ def stays_awake_on_one_rank(worker: Any, name: str, proceed: Proceed) -> Any:
 
 
 @spoiled_rank(
+    caught_by="parallel/every_rank_gives_its_memory_back",
+    says="the ranks gave [",
+    needs=Capability.TENSOR_PARALLEL,
+)
+def keeps_its_memory_on_one_rank(worker: Any, name: str, proceed: Proceed) -> Any:
+    """One rank sleeps as the others do, and holds as much memory as before."""
+    if name == "sleep":
+        worker.held_asleep = [parameter.detach().clone() for parameter in worker.model.parameters()]
+    return proceed()
+
+
+@spoiled_rank(
     caught_by="parallel/an_update_reaches_every_rank",
     says="the ranks differ after",
     needs=Capability.TENSOR_PARALLEL,

@@ -45,6 +45,7 @@ from drivetrain_conformance.assets.weight_sources import (
 )
 from drivetrain_conformance.harness.case import case
 from drivetrain_conformance.harness.testbench import Bench, TooLate, in_time
+from drivetrain_conformance.harness.time_limits import within
 from drivetrain_weight_sync import WeightSync, make_plan
 
 
@@ -93,7 +94,7 @@ async def a_cancelled_update_leaves_the_engine_dirty(bench: Bench) -> None:
             await asyncio.Event().wait()
 
     update = asyncio.create_task(stuck())
-    async with asyncio.timeout(60):
+    async with within():
         await begun.wait()
     update.cancel()
     with raises(asyncio.CancelledError, "a cancelled update"):

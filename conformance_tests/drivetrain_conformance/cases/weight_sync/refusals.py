@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import struct
 from ipaddress import ip_address
 
@@ -53,6 +52,7 @@ from drivetrain_conformance.assets.weight_sources import (
 from drivetrain_conformance.cases.weight_sync.pushing import ONE_BUCKET, free_port, push_source
 from drivetrain_conformance.harness.case import Hardware, case
 from drivetrain_conformance.harness.testbench import Bench
+from drivetrain_conformance.harness.time_limits import within
 from drivetrain_weight_sync import Strategy, WeightSync, make_plan
 
 
@@ -153,7 +153,7 @@ async def a_group_that_was_not_formed_is_refused(bench: Bench) -> None:
 async def _refuse_source(bench: Bench, source: WeightSource) -> None:
     engine = bench.engine
     refusals = (InvalidRequest, WeightSyncError, EngineStateError)
-    async with unchanged(bench), asyncio.timeout(60):
+    async with unchanged(bench), within():
         request = WeightUpdateRequest(version=NEW, source=source, plan=make_plan([]), digests={})
         with raises(refusals, "an update of no tensor at all"):
             await engine.update_named_weights(request)
@@ -181,7 +181,7 @@ async def a_group_that_nobody_joins_does_not_hang(bench: Bench) -> None:
     async with engine:
         prompts = bench.prompts(2, engine=engine)
         before = await bench.greedy(prompts, engine=engine)
-        async with asyncio.timeout(60):
+        async with within():
             with raises(refusals, "a group that nobody else joined"):
                 await engine.init_weight_update_communicator(spec)
             with raises(refusals, "leaving a group that never was"):

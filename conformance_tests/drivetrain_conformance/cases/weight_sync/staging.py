@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 
 from drivetrain.errors import (
@@ -24,6 +23,7 @@ from drivetrain_conformance.assets.weight_sources import (
 )
 from drivetrain_conformance.harness.case import case
 from drivetrain_conformance.harness.testbench import Bench
+from drivetrain_conformance.harness.time_limits import within
 from drivetrain_weight_sync import WeightSync
 
 
@@ -36,7 +36,7 @@ async def a_push_is_staged_while_the_engine_serves(bench: Bench) -> None:
         given_up = await sync.start_weight_transfer(version="never")
         await given_up.cancel()
         handle = await sync.start_weight_transfer(version=NEW)
-        async with asyncio.timeout(60):
+        async with within():
             await handle.wait()
         assert handle.progress == 1
         for tensor in source.values():
@@ -56,7 +56,7 @@ async def weights_are_staged_while_generation_goes_on(bench: Bench) -> None:
     staged = write_checkpoint(bench.folder("staged"), bench.model, tensors_of(other))
     handle = await engine.start_weight_transfer(from_disk(staged))
     await check_serves(bench, bench.model, version)
-    async with asyncio.timeout(60):
+    async with within():
         await handle.wait()
     assert handle.staged
     shutil.rmtree(staged)  # finish() must apply what was staged, without the source

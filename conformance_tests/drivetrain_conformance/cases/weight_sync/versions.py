@@ -40,6 +40,7 @@ from drivetrain_conformance.cases.weight_sync.pushing import free_port
 from drivetrain_conformance.engine_model.replay import Live, proceed, settle
 from drivetrain_conformance.harness.case import case
 from drivetrain_conformance.harness.testbench import Bench, TooLate, in_time
+from drivetrain_conformance.harness.time_limits import within
 
 
 @case(Capability.WEIGHTS_DISK, changes_weights=True)
@@ -186,7 +187,7 @@ async def _renamed_while_frozen(bench: Bench, mode: PauseMode) -> tuple[Completi
 async def a_remote_version_is_asked_for_in_bounded_time(bench: Bench) -> None:
     """get_remote_weight_version() returns the server's answer, or raises a typed error in time if there is none."""
     ask = bench.engine.get_remote_weight_version
-    async with asyncio.timeout(60):
+    async with within():
         with raises(InvalidRequest, "an address that is none"):
             await ask("nowhere")
         with raises(EngineError, "a server that is not there"):
