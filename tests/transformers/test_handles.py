@@ -333,8 +333,9 @@ async def test_an_owner_that_is_gone_fails_the_calls_of_its_holders(model: Path,
                 with pytest.raises(EngineDied):
                     await task
             await until(lambda: engine.state.value == "failed")
-            with pytest.raises(EngineStateError, match="failed"):
-                await engine.generate([1], GREEDY)
+            for call in (lambda: engine.generate([1], GREEDY), engine.stats, engine.weight_manifest):
+                with pytest.raises(EngineDied, match="failed"):
+                    await call()
 
 
 async def test_who_does_not_know_the_key_gets_nothing(open_engine: OpenEngine) -> None:

@@ -122,7 +122,8 @@ class Controller:
         """Return True while admitted requests must wait at the gate.
 
         Raises:
-            EngineStateError: the engine has failed or was closed, so waiting is pointless.
+            EngineDied: the engine died, so waiting is pointless.
+            EngineStateError: the engine was closed.
         """
         self._status.require_open("a waiting request")
         return self._holds > 0 or self._status.holds_requests
