@@ -16,7 +16,7 @@ import torch
 from transformers import TrainerCallback
 
 import tiny_async_grpo as tiny
-from drivetrain import EngineDied, EngineState, EngineStateError, InvalidRequest, InvalidWeights
+from drivetrain import EngineDied, EngineState, InvalidRequest, InvalidWeights
 from drivetrain_trainers.trl import async_rollouts
 from tiny_grpo import BACKENDS, engine_of, logged
 
@@ -82,9 +82,7 @@ def test_an_engine_that_dies_ends_the_training() -> None:
         host = way.engine.engine
         training.add_callback(Strike(lambda: os.kill(host.host_pid or 0, signal.SIGKILL)))
         # The push is under way, or comes after the engine failed, or the worker is noticed first.
-        with pytest.raises(
-            (EngineDied, EngineStateError, RuntimeError), match=r"was killed by SIGKILL|Rollout worker child has failed"
-        ):
+        with pytest.raises(EngineDied, match="was killed by SIGKILL"):
             training.train()
         assert training.state.global_step < 50
 
