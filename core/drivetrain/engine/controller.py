@@ -60,9 +60,9 @@ class Controller:
         """STARTING → READY."""
         self._status = self._status.started()
 
-    def fail(self, why: str) -> None:
-        """Any state → FAILED; a closed engine stays closed."""
-        self._status = self._status.fail(why)
+    def fail(self, why: str, *, died: bool = False) -> None:
+        """Any state → FAILED; a closed engine stays closed. With ``died``, later calls raise ``EngineDied``."""
+        self._status = self._status.fail(why, died=died)
         self.notify()
 
     def close(self) -> None:

@@ -62,7 +62,7 @@ class EngineStatus:
     why: str = ""
     """Why the engine is dirty or failed."""
     died: bool = False
-    """True if the engine was open when it failed; False if it did not start."""
+    """True if the engine failed because it died; False if it did not start, or could not sleep or wake up."""
     updates: int = 0
     """How many weight updates were committed."""
 
@@ -136,11 +136,12 @@ class EngineStatus:
             raise self._refuse("ready", "start() was not under way")
         return replace(self, life=_Life.OPEN)
 
-    def fail(self, why: str) -> EngineStatus:
-        """Any → FAILED, but CLOSED stays closed."""
+    def fail(self, why: str, *, died: bool = False) -> EngineStatus:
+        """Any → FAILED, but CLOSED stays closed. An engine that has not started does not die: it did not start."""
         if self.life is _Life.CLOSED:
             return self
-        return replace(self, life=_Life.FAILED, why=why, died=self.died or self.life is _Life.OPEN)
+        died = self.died or (died and self.life is not _Life.STARTING)
+        return replace(self, life=_Life.FAILED, why=why, died=died)
 
     def close(self) -> EngineStatus:
         """Any → CLOSED."""
