@@ -388,8 +388,10 @@ async def test_a_closed_engine_disconnects_its_holders_and_leaves_no_socket(open
         other = await attach(handle)
         closed = asyncio.create_task(other.generate([1, 2], LONG))
         await until(lambda: engine.parts.in_flight.running == 1)
-    with pytest.raises((EngineStateError, EngineDied)):
+    with pytest.raises(EngineDied, match="the engine's owner closed it"):
         await closed
+    with pytest.raises(EngineDied, match="the engine's owner closed it"):
+        await other.generate([1, 2], GREEDY)
     await other.teardown()
     assert not folder.exists()
     with pytest.raises(EngineStateError, match="no engine listens"):
