@@ -144,7 +144,10 @@ class EngineStartError(EngineError):
 
 
 class EngineDied(EngineError):
-    """The engine's process ended, stopped answering, or lost a child that it needs."""
+    """The engine's process ended, stopped answering, or lost a child that it needs.
+
+    Every call that was under way raises it, and so does every later one, also after the engine was closed.
+    """
 
 
 class ConnectionLost(EngineError):

@@ -19,7 +19,7 @@ from drivetrain.create import create_engine
 from drivetrain.engine.api.description import EngineDescription
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.engine.states import EngineState
-from drivetrain.errors import EngineStateError, InvalidRequest
+from drivetrain.errors import EngineDied, EngineError, EngineStateError, InvalidRequest
 from drivetrain.types.capability import Capability
 from drivetrain.types.config import EngineConfig
 from drivetrain.types.handle import EngineHandle
@@ -33,6 +33,8 @@ class _LoopThread:
 
     def __init__(self) -> None:
         running = threading.Event()
+        self.engine: InferenceEngine | None = None
+        """The engine that is called in it."""
         self._closed = False
         self._turn = threading.Lock()
         """Held while work is handed over, or the loop is told to close: no work comes after that."""
@@ -64,15 +66,28 @@ class _LoopThread:
             if not self._closed:
                 return asyncio.run_coroutine_threadsafe(work, self._loop)
         work.close()
-        raise EngineStateError("the engine was closed; make a new one")
+        raise self._was_closed("the engine was closed; make a new one")
 
     def run(self, work: Coroutine[Any, Any, _R]) -> _R:
         """Wait for work in the loop; if the caller is interrupted, cancel it."""
         future = self.submit(work)
         try:
-            return _result(future)
+            return self.result(future)
         finally:
             future.cancel()  # no effect on work that has ended
+
+    def result(self, future: Future[_R]) -> _R:
+        """Wait for submitted work."""
+        try:
+            return future.result()
+        except CancelledError:
+            raise self._was_closed("the engine was closed during the call") from None
+
+    def _was_closed(self, what: str) -> EngineError:
+        status = None if self.engine is None else self.engine.status
+        if status is not None and status.died:
+            return EngineDied(f"{what}; it died before that ({status.why})")
+        return EngineStateError(what)
 
     def close(self) -> None:
         """Cancel what still runs, and end the thread. Idempotent."""
@@ -81,13 +96,6 @@ class _LoopThread:
                 self._closed = True
                 self._loop.call_soon_threadsafe(self._closing.set)
         self._thread.join()
-
-
-def _result(future: Future[_R]) -> _R:
-    try:
-        return future.result()
-    except CancelledError:
-        raise EngineStateError("the engine was closed during the call") from None
 
 
 def _blocking(
@@ -129,6 +137,7 @@ class SyncEngine:
         self.engine = engine
         """The page whose calls are awaited, for :meth:`run` and for ``WeightSync.connect``."""
         self._loop = loop
+        loop.engine = engine
         self._ending = threading.Lock()
         self._ended = False
 
@@ -136,6 +145,7 @@ class SyncEngine:
         """Run a coroutine in the engine's event loop, such as ``sync.push(version=…)``; return its result.
 
         Raises:
+            EngineDied: The engine was closed after it had died.
             EngineStateError: The engine was closed, or the caller is a callback in the engine's own thread.
         """
         return self._loop.run(work)
@@ -175,6 +185,7 @@ class SyncEngine:
         """Read an asynchronous generator in the engine's event loop; leaving the iteration closes it.
 
         Raises:
+            EngineDied: The engine was closed after it had died.
             EngineStateError: The engine was closed, or the caller is a callback in the engine's own thread.
         """
         pieces: queue.SimpleQueue[tuple[_R] | None] = queue.SimpleQueue()
@@ -191,7 +202,7 @@ class SyncEngine:
         try:
             while (piece := pieces.get()) is not None:
                 yield piece[0]
-            _result(taking)
+            self._loop.result(taking)
         finally:
             taking.cancel()
 

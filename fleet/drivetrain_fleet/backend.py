@@ -332,8 +332,13 @@ class FleetBackend(Backend):
     # Weights -----------------------------------------------------------------------------------------------------
 
     async def weight_manifest(self) -> WeightManifest:
-        require_some(self.members)
-        return await self.members.serving[0].calls.weight_manifest()
+        while True:
+            require_some(self.members)
+            member = self.members.serving[0]
+            try:
+                return await member.calls.weight_manifest()
+            except EngineDied as error:
+                member.fail(str(error))
 
     async def receive_weights(self, message: WeightMessage) -> WeightReply:
         match message:

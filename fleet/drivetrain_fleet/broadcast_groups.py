@@ -51,6 +51,7 @@ class BroadcastGroups:
         Raises:
             InvalidRequest: The group is too small for the ranks of all engines.
             MemberLost: An engine died; the others leave again.
+            EngineDied: Every engine has failed.
         """
         require_some(self.members)
         members = self.members.serving
@@ -67,6 +68,7 @@ class BroadcastGroups:
                 await member.calls.init_weight_update_communicator(spec.model_copy(update={"rank_offset": offset}))
             except EngineDied as error:
                 member.fail(str(error))
+                require_some(self.members)
                 raise named({member: error}, f"forming the group {spec.group_name!r}") from error
             except DrivetrainError as error:
                 raise named({member: error}, f"forming the group {spec.group_name!r}") from error

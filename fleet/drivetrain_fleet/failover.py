@@ -20,7 +20,7 @@ from drivetrain.errors import (
     WireError,
 )
 from drivetrain.types.outputs import FinishReason
-from drivetrain_fleet.members import Member, named, on_each
+from drivetrain_fleet.members import Member, named, on_each, require_some
 from drivetrain_fleet.resuming import SoFar, not_resumable
 from drivetrain_fleet.sending import Sending, Ticket
 
@@ -128,6 +128,7 @@ class Failover:
         """Let the sample go to another member, or raise; ``version`` is the one that its member served at first."""
         if isinstance(error, EngineDied):
             member.fail(str(error))
+            require_some(self.sending.members)
         if isinstance(error, EngineStateError) and error.state in _REFUSED_AT_THE_GATE:
             ticket.made = 0 if so_far is None else len(so_far)
         if isinstance(error, WeightVersionGone):

@@ -13,7 +13,7 @@ from drivetrain.backend.base import GenerateRequest
 from drivetrain.checks.limits import SAMPLES_AT_ONCE
 from drivetrain.errors import DrivetrainError, EngineBusy, WeightVersionGone
 from drivetrain_fleet.health import Health
-from drivetrain_fleet.members import Member, Members, no_member
+from drivetrain_fleet.members import Member, Members, no_member, require_some
 from drivetrain_fleet.prefix_index import Blocks
 from drivetrain_fleet.routing import Router, Work
 
@@ -119,6 +119,7 @@ class Sending:
         Raises:
             EngineBusy: The queue is full.
             WeightVersionGone: No member serves the version that the sample is pinned to.
+            EngineDied: Every member has failed.
             EngineStateError: No member will serve without another push.
             DrivetrainError: Every member that serves has been lost with it: the last error.
         """
@@ -249,6 +250,7 @@ class Sending:
         self.require_version(ticket.request)
         soon = [member for member in self.members if member.status.may_serve_soon]
         if not soon:
+            require_some(self.members)
             raise no_member(f"request {ticket.request.request_id}", self.members)
         ready = [member for member in soon if member.status.health is Health.READY]
         if ready and all(member in ticket.lost_by for member in ready):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from pathlib import Path
 
 import pytest
 
-from drivetrain import Capability, EngineConfig, EngineDied, EngineState, EngineStateError, InferenceEngine, Isolation
+from drivetrain import Capability, EngineConfig, EngineDied, EngineState, InferenceEngine, Isolation
 from drivetrain.backend.base import Backend, EngineStats, GenerateRequest, GenerateResult, ModelInfo, TokenDelta
 from drivetrain.testing import tiny_model
 
@@ -69,7 +69,32 @@ def test_the_engine_is_failed_when_a_caller_sees_that_it_died(asked: str) -> Non
             else:
                 pytest.fail("a dead engine answered")
             assert "it is gone" in engine.describe().state
-            with pytest.raises(EngineStateError, match="failed"):
-                await engine.generate([1, 2])
+            for call in later_calls(engine):
+                with pytest.raises(EngineDied, match=r"is failed \(it is gone\)"):
+                    await call()
+        for call in later_calls(engine):
+            with pytest.raises(EngineDied, match=r"is closed; it died before that \(it is gone\)"):
+                await call()
 
     asyncio.run(use())
+
+
+def later_calls(engine: InferenceEngine) -> Iterable[Callable[[], Awaitable[object]]]:
+    """Return calls that an engine in a wrong state would refuse."""
+    return (
+        lambda: engine.generate([1, 2]),
+        lambda: anext(engine.generate_stream([1, 2])),
+        engine.stats,
+        engine.start,
+        engine.pause_generation,
+        engine.continue_generation,
+        engine.sleep,
+        engine.wake_up,
+        engine.abort_generation,
+        engine.weight_manifest,
+        engine.validate_weights,
+        engine.handle,
+        lambda: engine.load_weights_from_disk("nowhere", "never"),
+        lambda: engine.update_weight_version("never"),
+        lambda: engine.load_lora_adapter("a", "nowhere"),
+    )

@@ -240,7 +240,7 @@ async def test_a_fleet_whose_engines_are_all_dead_has_failed(model: Path) -> Non
             with pytest.raises((MemberLost, EngineDied)):
                 await task
         await until(lambda: fleet.state.value == "failed")
-        with pytest.raises(EngineStateError, match="every engine of the fleet has failed"):
+        with pytest.raises(EngineDied, match="every engine of the fleet has failed"):
             await fleet.generate([1], GREEDY)
 
 

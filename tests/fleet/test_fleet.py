@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -298,6 +299,38 @@ async def test_an_engine_that_cannot_be_put_back_is_stale(model: Path) -> None:
             await sync.push(version="one")
         await fleet.continue_generation()
         assert fleet.health() == ["ready", "ready"]
+
+
+async def test_the_death_of_the_last_engine_is_the_fleets(model: Path) -> None:
+    async with fleet_of(2, model) as fleet:
+        for name in ("engine-0", "engine-1"):
+            member = fleet.member(name)
+            stream = member.calls.stream
+            with spoiled(member) as calls:
+
+                async def die_later(request: object, stream: Any = stream) -> object:
+                    steps = stream(request)
+                    yield await anext(steps)
+                    await steps.aclose()
+                    raise EngineDied("killed")
+
+                calls.instead["stream"] = die_later  # type: ignore[assignment]
+                expected = MemberLost if name == "engine-0" else EngineDied
+                with pytest.raises(expected, match="killed"):
+                    await fleet.generate([1, 2], GREEDY)
+        for call in (lambda: fleet.generate([1, 2], GREEDY), fleet.stats, fleet.weight_manifest, fleet.sleep):
+            with pytest.raises(EngineDied, match=r"every engine of the fleet has failed.*killed"):
+                await call()
+    with pytest.raises(EngineDied, match="killed"):
+        await fleet.generate([1, 2], GREEDY)
+
+
+async def test_an_engine_that_dies_while_it_lists_its_tensors_is_lost_alone(model: Path) -> None:
+    async with fleet_of(2, model) as fleet:
+        with spoiled(fleet.member("engine-0"), weight_manifest=EngineDied("killed")):
+            assert (await fleet.weight_manifest()).tensors
+        assert fleet.health() == ["failed", "ready"]
+        assert (await fleet.generate([1, 2], GREEDY)).completions
 
 
 async def test_all_sleep_and_wake_or_are_put_back(model: Path) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from transformers import AutoModelForCausalLM
 import warm_python
 from drivetrain import (
     DrivetrainError,
+    EngineDied,
     EngineStateError,
     FinishReason,
     InferenceEngine,
@@ -160,6 +163,27 @@ def test_an_engine_that_was_closed_is_refused(model: str) -> None:
     engine.teardown()
     with pytest.raises(EngineStateError, match="closed"):
         engine.generate([5], GREEDY)
+
+
+def test_an_engine_that_died_says_so_in_every_call(model: str) -> None:
+    with sync_engine("transformers", model=model, isolation="process") as engine:
+        with ThreadPoolExecutor(3) as threads:
+            waiting: list[Future[Any]] = [
+                threads.submit(engine.generate, [5], LONG),
+                threads.submit(list, engine.generate_stream([5], LONG)),
+            ]
+            while engine.stats().running < len(waiting):
+                time.sleep(0.01)
+            assert engine.engine.host_pid is not None
+            os.kill(engine.engine.host_pid, signal.SIGKILL)
+            for one in waiting:
+                with pytest.raises(EngineDied, match="was killed by SIGKILL"):
+                    one.result(HANGING)
+        for _ in range(2):
+            for call in (lambda: engine.generate([5], GREEDY), lambda: next(engine.generate_stream([5])), engine.stats):
+                with pytest.raises(EngineDied, match="was killed by SIGKILL"):
+                    call()
+            engine.teardown()
 
 
 def test_an_engine_that_does_not_start_leaves_no_thread(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ async def a_host_killed_while_it_is_paused(bench: Bench) -> None:
         _signal_host(engine, signal.SIGKILL)
         async with within():
             (error,) = await asyncio.gather(waiting, return_exceptions=True)
-        assert isinstance(error, EngineDied | EngineStateError), f"the request that waited ended in {error!r}"
+        assert isinstance(error, EngineDied), f"the request that waited ended in {error!r}"
         await _is_failed(engine, prompt)
 
 
@@ -127,8 +127,6 @@ async def a_process_of_the_engine_that_is_killed(bench: Bench) -> None:
                 await asyncio.sleep(0.05)
         except EngineDied:
             await _is_failed(engine, prompts[0])
-        except EngineStateError:
-            assert engine.state is EngineState.FAILED
         else:
             assert victim is not host, "the host was killed, and the engine still answers"
 
@@ -381,20 +379,20 @@ async def _callers(engine: InferenceEngine, calls: Sequence[Call]) -> AsyncGener
         await asyncio.wait([*asking, ticking])
     for begun_alive, error, state in ends:
         assert state is EngineState.FAILED, f"when a caller got {error!r}, the engine was {state.value}"
-        if begun_alive:
-            assert isinstance(error, EngineDied), f"a call that was under way ended in {error!r}"
-            assert str(engine.host_pid) in str(error), f"the error does not name the process: {error}"
-        else:
-            assert isinstance(error, EngineDied | EngineStateError), f"a call after the death ended in {error!r}"
+        when = "that was under way" if begun_alive else "after the death"
+        assert isinstance(error, EngineDied), f"a call {when} ended in {error!r}"
+        assert str(engine.host_pid) in str(error), f"the error does not name the process: {error}"
     assert longest < LIMIT / 3, f"the event loop stood still for {longest:.1f} s"
 
 
 async def _is_failed(engine: InferenceEngine, prompt: list[int]) -> None:
-    """Assert that the engine failed for good: it reports it, refuses every call at once, and can be closed."""
+    """Assert that the engine failed for good: each call says at once that it died and why, and it can be closed."""
     async with within():
         while engine.state is not EngineState.FAILED:  # noqa: ASYNC110 - there is no event to wait for
             await asyncio.sleep(0.01)
     assert engine.describe().state.startswith("failed (")
+    why = engine.status.why
+    assert why, "the engine does not say why it failed"
     for call in (
         lambda: engine.generate(prompt, SamplingParams(max_new_tokens=1)),
         engine.stats,
@@ -405,9 +403,18 @@ async def _is_failed(engine: InferenceEngine, prompt: list[int]) -> None:
         lambda: engine.load_weights_from_disk("nowhere", "never"),
         engine.start,
     ):
-        with refused(EngineStateError, state="failed", otherwise="a dead engine did what it was asked to do"):
-            async with within():
-                await call()
+        await _died(call(), why)
     async with within():
         await engine.teardown()
     assert engine.describe().state == "closed"
+    await _died(engine.generate(prompt, SamplingParams(max_new_tokens=1)), why)
+
+
+async def _died(asked: Coroutine[object, object, object], why: str) -> None:
+    """Require a call to end in time with EngineDied and the reason."""
+    try:
+        with refused(EngineDied, naming=why, otherwise="a dead engine did what it was asked to do"):
+            async with within():
+                await asked
+    except EngineStateError as error:
+        raise AssertionError(f"a call after the death is refused for the engine's state alone: {error!r}") from error

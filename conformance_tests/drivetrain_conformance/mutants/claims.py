@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from drivetrain.backend.base import Backend, GenerateRequest, GenerateResult, ModelInfo
+from drivetrain.engine.controller import Controller
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.engine.model import StartedModel
 from drivetrain.engine.states import EngineState
@@ -363,6 +364,14 @@ class ignores_the_tokenizers_end(StartedModel):
 
     def with_all_eos_ids(self, info: ModelInfo) -> ModelInfo:
         return info
+
+
+@mutant("faults/a_host_killed_while_it_sleeps", says="is refused for the engine's state alone")
+class forgets_that_it_died(Controller):
+    """An engine that died refuses requests as one that is in a wrong state."""
+
+    def require_admission(self, action: str) -> None:
+        dataclasses.replace(self.status, died=False).require_admission(action)
 
 
 @mutant("faults/a_host_killed_while_it_generates", says="the engine was ready")

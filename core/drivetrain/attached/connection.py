@@ -146,6 +146,7 @@ async def connect(
         patience: Seconds to connect within.
 
     Raises:
+        EngineDied: The engine died.
         EngineStateError: Nothing listens there, or the engine is not open.
         WireError: The key is wrong, or the owner speaks another version.
         TlsError: Its certificate is refused, or only one of the two sides speaks TLS.

@@ -79,7 +79,7 @@ class AttachedEngine(InferenceEngine):
 
         Raises:
             EngineStateError: The engine was closed, or its owner has ended.
-            EngineDied: Another engine listens at the handle's address by now.
+            EngineDied: The engine died; or another engine listens at the handle's address by now.
             WireError: The key is wrong, or the owner has another version of drivetrain.
             TlsError: Its certificate is refused, or only one of the two sides speaks TLS.
             DeadlineExceeded: The owner does not answer in time.
@@ -131,6 +131,7 @@ async def attach(handle: EngineHandle, *, timeout: float | None = None) -> Attac
 
     Raises:
         InvalidRequest: It is no handle.
+        EngineDied: The engine died.
         EngineStateError: The engine was closed, or its owner has ended.
         WireError: The key is wrong, or the owner has another version of drivetrain.
         TlsError: Its certificate is refused, or only one of the two sides speaks TLS.

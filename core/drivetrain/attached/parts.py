@@ -48,7 +48,8 @@ async def ask(part: Controller, backend: object, seconds: float | None, name: st
     """Call the owner, which keeps the deadline itself and knows more to say; this one is a little later.
 
     Raises:
-        EngineStateError: The engine is not started, failed or closed.
+        EngineDied: The engine died.
+        EngineStateError: The engine is not started, or closed.
     """
     assert isinstance(backend, AttachedBackend)
     part.status.require_open(f"{name}()")

@@ -60,9 +60,9 @@ class Controller:
         """STARTING → READY."""
         self._status = self._status.started()
 
-    def fail(self, why: str) -> None:
-        """Any state → FAILED; a closed engine stays closed."""
-        self._status = self._status.fail(why)
+    def fail(self, why: str, *, died: bool = False) -> None:
+        """Any state → FAILED; a closed engine stays closed. With ``died``, later calls raise ``EngineDied``."""
+        self._status = self._status.fail(why, died=died)
         self.notify()
 
     def close(self) -> None:
@@ -122,7 +122,8 @@ class Controller:
         """Return True while admitted requests must wait at the gate.
 
         Raises:
-            EngineStateError: the engine has failed or was closed, so waiting is pointless.
+            EngineDied: the engine died, so waiting is pointless.
+            EngineStateError: the engine was closed.
         """
         self._status.require_open("a waiting request")
         return self._holds > 0 or self._status.holds_requests

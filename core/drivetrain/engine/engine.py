@@ -173,7 +173,7 @@ class InferenceEngine(Conveniences, OpenAICalls, SessionCalls, LoraCalls, Sharin
             in_flight.fail(error)
 
     def _fail(self, error: EngineError) -> None:
-        self.parts.controller.fail(str(error))
+        self.parts.controller.fail(str(error), died=True)
 
     async def __aenter__(self) -> Self:
         await self.start()

@@ -140,10 +140,11 @@ class EngineListener:
         for server in self._servers:
             server.close()
         status = self.parts.controller.status
-        failed = status.state is EngineState.FAILED
-        error = EngineDied(status.why) if failed else EngineStateError("the engine's owner closed it", state="closed")
-        for connection in (*self.holders.values(), *self.unknown):
-            connection.drop(error)
+        why = status.why if status.state is EngineState.FAILED else "the engine's owner closed it"
+        for holder in self.holders.values():
+            holder.drop(EngineDied(why))  # a holder's calls raise it from now on, whoever ended the engine
+        for connection in self.unknown:
+            connection.drop(EngineStateError(why, state="closed"))
         while self.holders:
             await asyncio.wait([holder.undone for holder in self.holders.values()])
         self.parts.controller.unsubscribe(self._changed)

@@ -337,7 +337,7 @@ class RequestsInFlight:
                             delta = replace(delta, result=labelled_score(delta.result, self.weights.version))
                     yield delta
         except EngineDied as error:
-            self.controller.fail(str(error))
+            self.controller.fail(str(error), died=True)
             raise
         except asyncio.CancelledError as error:
             raise self._lost or error from None

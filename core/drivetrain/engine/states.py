@@ -8,7 +8,7 @@
 An engine can be paused, asleep and without servable weights at once, so a status keeps the three apart, and ``state``
 names the one that takes precedence. The only way from DIRTY to READY is a complete, committed update: an engine with
 half-updated or lost weights would answer with plausible gibberish. Nothing leads from FAILED to READY: the condition of
-a dead engine is unknown.
+a dead engine is unknown. Every call of an engine that died raises EngineDied with the reason, also after it was closed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from drivetrain.errors import EngineStateError
+from drivetrain.errors import EngineDied, EngineError, EngineStateError
 from drivetrain.types.modes import MemoryTag, PauseMode
 
 
@@ -61,6 +61,8 @@ class EngineStatus:
     weights: WeightState = WeightState.CLEAN
     why: str = ""
     """Why the engine is dirty or failed."""
+    died: bool = False
+    """True if the engine failed because it died; False if it did not start, or could not sleep or wake up."""
     updates: int = 0
     """How many weight updates were committed."""
 
@@ -134,9 +136,12 @@ class EngineStatus:
             raise self._refuse("ready", "start() was not under way")
         return replace(self, life=_Life.OPEN)
 
-    def fail(self, why: str) -> EngineStatus:
-        """Any → FAILED, but CLOSED stays closed."""
-        return self if self.life is _Life.CLOSED else replace(self, life=_Life.FAILED, why=why)
+    def fail(self, why: str, *, died: bool = False) -> EngineStatus:
+        """Any → FAILED, but CLOSED stays closed. An engine that has not started does not die: it did not start."""
+        if self.life is _Life.CLOSED:
+            return self
+        died = self.died or (died and self.life is not _Life.STARTING)
+        return replace(self, life=_Life.FAILED, why=why, died=died)
 
     def close(self) -> EngineStatus:
         """Any → CLOSED."""
@@ -213,7 +218,10 @@ class EngineStatus:
         if self.weights is WeightState.UPDATING:
             raise self._refuse(action, "wait until the weight update under way has ended")
 
-    def _refuse(self, action: str, remedy: str) -> EngineStateError:
+    def _refuse(self, action: str, remedy: str) -> EngineError:
+        if self.died:
+            before = f"; it died before that ({self.why})" if self.life is _Life.CLOSED else ""
+            return EngineDied(f"{action} is refused: the engine is {self.describe()}{before}; create a new engine")
         return EngineStateError(
             f"{action} is refused: the engine is {self.describe()}; {remedy}", state=self.state.value
         )

@@ -13,7 +13,7 @@ from trl.experimental.async_grpo import async_rollout_worker
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker, _AsyncRolloutLoop
 
 from drivetrain.attached.engine import AttachedEngine, attach
-from drivetrain.errors import EngineStateError
+from drivetrain.errors import EngineDied, EngineStateError
 from drivetrain.synchronous import SyncEngine
 from drivetrain.types.handle import EngineHandle
 from drivetrain.types.outputs import FinishReason
@@ -109,6 +109,23 @@ class EngineRolloutWorker(AsyncRolloutWorker):  # type: ignore[misc]
             "max_inflight_tasks": self._args.max_inflight_tasks,  # computed by the trainer, if it was left out
         }
         super().start()
+
+    def check_health(self, stale_after_s: float) -> None:
+        """Raise if the worker's process has failed, or stands still for ``stale_after_s`` seconds.
+
+        Raises:
+            EngineDied: the engine died.
+            RuntimeError: TRL's own error, for any other reason.
+        """
+        try:
+            super().check_health(stale_after_s)
+        except RuntimeError as error:
+            status, said = self._engine.engine.status, str(error.__cause__)
+            if status.died:
+                raise EngineDied(f"TRL's worker has no engine: {status.why}") from error
+            if said.startswith(f"{EngineDied.__name__}: "):  # an engine of another process, which told the worker first
+                raise EngineDied(f"TRL's worker has no engine: {said}") from error
+            raise
 
     def stop(self) -> None:
         """Stop the worker's process, also if it has ended by itself.
