@@ -21,6 +21,7 @@ import functools
 import itertools
 import os
 import pickle
+import random
 import signal
 import sys
 import time
@@ -69,6 +70,12 @@ ENDLESS: Final = SamplingParams(max_new_tokens=900, temperature=0.0, ignore_eos=
 NEW: Final = "one"
 AFTER: Final = "after"
 STRUCK: Final = "struck"
+KILLED: Final = "killed"
+FROZEN: Final = "frozen"
+THAWED: Final = f"frozen for {SHORT_S} s"
+CUT: Final = "cut"
+MENDED: Final = f"cut for {SHORT_S} s"
+UNHARMED: Final = "-"
 
 
 # What is asked ---------------------------------------------------------------------------------------------------
@@ -145,21 +152,26 @@ class Blow:
     """Takes the blow back after :data:`SHORT_S`; None: nothing does."""
 
 
-def blows_of(pid: int, *, short: bool) -> list[Blow]:
-    """Return the blows that a process can be dealt."""
+def to_process(pid: int) -> dict[str, Blow]:
+    """Return the blows that a process can be dealt, by name."""
 
     def send(number: signal.Signals) -> Callable[[], None]:
         return lambda: os.kill(pid, number)
 
-    found = [Blow("killed", send(signal.SIGKILL)), Blow("frozen", send(signal.SIGSTOP))]
-    if short:
-        found.append(Blow(f"frozen for {SHORT_S} s", send(signal.SIGSTOP), send(signal.SIGCONT)))
-    return found
+    return _by_name(
+        Blow(KILLED, send(signal.SIGKILL)),
+        Blow(FROZEN, send(signal.SIGSTOP)),
+        Blow(THAWED, send(signal.SIGSTOP), send(signal.SIGCONT)),
+    )
 
 
-def blows_to(link: Relay) -> list[Blow]:
-    """Return the blows that a network can be dealt."""
-    return [Blow("cut", link.cut), Blow(f"cut for {SHORT_S} s", link.cut, link.mend)]
+def to_network(link: Relay) -> dict[str, Blow]:
+    """Return the blows that a network can be dealt, by name."""
+    return _by_name(Blow(CUT, link.cut), Blow(MENDED, link.cut, link.mend))
+
+
+def _by_name(*blows: Blow) -> dict[str, Blow]:
+    return {blow.name: blow for blow in blows}
 
 
 class Striker:
@@ -234,10 +246,12 @@ async def _paused(fleet: Fleet, model: Path, strike: Callable[[], None]) -> None
 
 
 async def _asleep(fleet: Fleet, model: Path, strike: Callable[[], None]) -> None:
-    await fleet.sleep([MemoryTag.KV_CACHE], abort_first=True)
+    await fleet.pause_generation(PauseMode.RETRACT)
+    await fleet.sleep([MemoryTag.KV_CACHE])
     strike()
     await asyncio.sleep(2 * SHORT_S)
     await fleet.wake_up()
+    await fleet.continue_generation()
 
 
 async def _relabel(fleet: Fleet, model: Path, strike: Callable[[], None]) -> None:
@@ -255,7 +269,7 @@ MOMENTS: Final = (
     Moment("applying a push", "apply_update", WEIGHTS, _push),
     Moment("loading a bucket", "load_buckets", WEIGHTS, _by_hand),
     Moment("committing", "commit_update", WEIGHTS, _by_hand),
-    Moment("asleep", "", frozenset({Capability.SLEEP_KV_CACHE}), _asleep),
+    Moment("asleep", "", frozenset({Capability.PAUSE_RETRACT, Capability.SLEEP_KV_CACHE}), _asleep),
 )
 
 
@@ -418,37 +432,37 @@ class Lab:
 
 
 @asynccontextmanager
-async def unharmed(lab: Lab) -> AsyncIterator[tuple[InferenceEngine, Callable[[], list[Blow]]]]:
+async def unharmed(lab: Lab) -> AsyncIterator[tuple[InferenceEngine, Callable[[], dict[str, Blow]]]]:
     """Make an engine in a host process to which nothing happens: how long requests wait without a fault."""
-    yield lab.local(isolation="process"), lambda: [Blow("-", lambda: None, lambda: None)]
+    yield lab.local(isolation="process"), lambda: _by_name(Blow(UNHARMED, lambda: None, lambda: None))
 
 
 @asynccontextmanager
-async def in_host_process(lab: Lab) -> AsyncIterator[tuple[InferenceEngine, Callable[[], list[Blow]]]]:
+async def in_host_process(lab: Lab) -> AsyncIterator[tuple[InferenceEngine, Callable[[], dict[str, Blow]]]]:
     """Make an engine in a host process of its own."""
     engine = lab.local(isolation="process")
-    yield engine, lambda: blows_of(cast(int, engine.host_pid), short=True)
+    yield engine, lambda: to_process(cast(int, engine.host_pid))
 
 
 @asynccontextmanager
-async def of_another_owner(lab: Lab) -> AsyncIterator[tuple[InferenceEngine, Callable[[], list[Blow]]]]:
+async def of_another_owner(lab: Lab) -> AsyncIterator[tuple[InferenceEngine, Callable[[], dict[str, Blow]]]]:
     """Make the page of an engine that ``drivetrain host`` owns."""
     host = await lab.host()
     try:
         page = await asyncio.to_thread(create_engine, "remote", endpoint=host.endpoint, key=host.key)
-        yield page, lambda: blows_of(host.pid, short=True)
+        yield page, lambda: to_process(host.pid)
     finally:
         await asyncio.to_thread(host.stop)
 
 
 @asynccontextmanager
-async def across_a_network(lab: Lab) -> AsyncIterator[tuple[InferenceEngine, Callable[[], list[Blow]]]]:
+async def across_a_network(lab: Lab) -> AsyncIterator[tuple[InferenceEngine, Callable[[], dict[str, Blow]]]]:
     """Make the page of an engine behind a network that can be cut."""
     host, link = await lab.host(), Relay()
     try:
         near = await link.near(host.endpoint)
         page = await asyncio.to_thread(create_engine, "remote", endpoint=near, key=host.key)
-        yield page, lambda: blows_to(link)
+        yield page, lambda: to_network(link)
     finally:
         link.mend()
         link.server.close()
@@ -456,23 +470,27 @@ async def across_a_network(lab: Lab) -> AsyncIterator[tuple[InferenceEngine, Cal
 
 
 @asynccontextmanager
-async def in_ray_actor(lab: Lab) -> AsyncIterator[tuple[InferenceEngine, Callable[[], list[Blow]]]]:
+async def in_ray_actor(lab: Lab) -> AsyncIterator[tuple[InferenceEngine, Callable[[], dict[str, Blow]]]]:
     """Attach to an engine in a Ray actor."""
+    import ray
+
     from drivetrain_fleet.ray import start_engines
 
+    if not ray.is_initialized():
+        ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
     async with await start_engines(lab.fields(isolation="inline", device="cpu"), 1, max_restarts=0) as engines:
         (engine,) = engines
         actor: Any = engine.actor
         pid = (await actor.placement.remote())[1]
-        yield await engine.attach(), lambda: blows_of(pid, short=False)
+        yield await engine.attach(), lambda: to_process(pid)
 
 
 NOTHING: Final = "nothing"
 NETWORK: Final = "the network to an engine"
 RAY: Final = "an engine's Ray actor"
-BLOWS: Final = {NOTHING: 1, NETWORK: 2, RAY: 2}
-"""How many blows there are, where not three."""
-Place = Callable[[Lab], AbstractAsyncContextManager[tuple[InferenceEngine, Callable[[], list[Blow]]]]]
+HOWS: Final = {NOTHING: (UNHARMED,), NETWORK: (CUT, MENDED), RAY: (KILLED, FROZEN)}
+"""How each place is struck, where not like a process of which nobody else takes care."""
+Place = Callable[[Lab], AbstractAsyncContextManager[tuple[InferenceEngine, Callable[[], dict[str, Blow]]]]]
 PLACES: Final[dict[str, Place]] = {
     NOTHING: unharmed,
     "an engine's host process": in_host_process,
@@ -482,13 +500,13 @@ PLACES: Final[dict[str, Place]] = {
 }
 
 
-async def strike_an_engine(lab: Lab, name: str, number: int, moment: Moment) -> Row:
+async def strike_an_engine(lab: Lab, name: str, how: str, moment: Moment) -> Row:
     """Strike one of a fleet's three engines."""
     async with AsyncExitStack() as stack:
         engine, blows = await stack.enter_async_context(PLACES[name](lab))
         fleet = Fleet({"first": lab.local(), STRUCK: engine, "last": lab.local()})
         await stack.enter_async_context(fleet)
-        blow = blows()[number]
+        blow = blows()[how]
         striker, member = Striker(blow), fleet.member(STRUCK)
         clients = Clients([fleet])
         await until(lambda: fleet.begun(STRUCK) >= 2)
@@ -517,7 +535,7 @@ HOLDING: Final = {
     "paused": PAUSE,
     "staging a push": WEIGHTS,
     "loading a bucket": WEIGHTS,
-    "asleep": frozenset({Capability.SLEEP_KV_CACHE}),
+    "asleep": frozenset({Capability.PAUSE_RETRACT, Capability.SLEEP_KV_CACHE}),
 }
 """What a process is in the middle of when it is struck, and what its engines must claim."""
 
@@ -542,7 +560,8 @@ async def hold(moment: str, model: str, given: str) -> None:
             case "paused":
                 await engine.pause_generation(PauseMode.IN_PLACE)
             case "asleep":
-                await engine.sleep([MemoryTag.KV_CACHE], abort_first=True)
+                await engine.pause_generation(PauseMode.RETRACT)  # others have requests, too
+                await engine.sleep([MemoryTag.KV_CACHE])
             case "staging a push":
                 await engine.prepare_weight_update(request)
             case "loading a bucket":
@@ -570,17 +589,15 @@ async def holding(lab: Lab, moment: str, handles: Sequence[EngineHandle]) -> Asy
         await process.wait()
 
 
-async def strike_a_holder(lab: Lab, number: int, moment: str) -> Row:
+async def strike_a_holder(lab: Lab, how: str, moment: str) -> Row:
     """Strike a process that holds the handle of a fleet of two engines, which serves this process's clients."""
     async with Fleet({"first": lab.local(), "last": lab.local()}) as fleet:
         clients = Clients([fleet])
         async with holding(lab, moment, [await fleet.handle()]) as pid:
-            return await _struck(
-                lab, clients, [fleet], ("a holder of the fleet", moment), blows_of(pid, short=False)[number]
-            )
+            return await _struck(lab, clients, [fleet], ("a holder of the fleet", moment), to_process(pid)[how])
 
 
-async def strike_the_fleet(lab: Lab, number: int, moment: str) -> Row:
+async def strike_the_fleet(lab: Lab, how: str, moment: str) -> Row:
     """Strike the process of a fleet of two engines of other owners, which also serve this process's clients."""
     async with AsyncExitStack() as stack:
         handles, pages = [], []
@@ -588,12 +605,11 @@ async def strike_the_fleet(lab: Lab, number: int, moment: str) -> Row:
             host = await lab.host()
             stack.push_async_callback(asyncio.to_thread, host.stop)
             handles.append(EngineHandle(host.endpoint, host.key))
-            pages.append(await stack.enter_async_context(await attach(handles[-1])))
+            pages.append(await attach(handles[-1]))
+            stack.push_async_callback(pages[-1].teardown)
         clients = Clients(pages)
         async with holding(lab, moment, handles) as pid:
-            return await _struck(
-                lab, clients, pages, ("the fleet's own process", moment), blows_of(pid, short=False)[number]
-            )
+            return await _struck(lab, clients, pages, ("the fleet's own process", moment), to_process(pid)[how])
 
 
 async def _struck(
@@ -621,19 +637,31 @@ async def _struck(
 HOLDERS: Final = {"a holder of the fleet": strike_a_holder, "the fleet's own process": strike_the_fleet}
 
 
-def plan(lab: Lab, chosen: Sequence[str]) -> list[tuple[str, Callable[[], Coroutine[object, object, Row]]]]:
-    """Return each fault that this backend's engines can be dealt, with its name."""
+def plan(lab: Lab, chosen: Sequence[str], hows: Sequence[str]) -> list[Callable[[], Coroutine[object, object, Row]]]:
+    """Return each fault that this backend's engines can be dealt.
+
+    Args:
+        lab: Whose engines.
+        chosen: What may be struck; empty: everything.
+        hows: How; empty: in every way.
+    """
     claimed = lab.local().capabilities
-    found: list[tuple[str, Callable[[], Coroutine[object, object, Row]]]] = []
-    for place in PLACES:
-        for moment, number in itertools.product(MOMENTS, range(BLOWS.get(place, 3))):
-            if moment.needs <= claimed and (place != RAY or find_spec("ray")):
-                found.append((place, functools.partial(strike_an_engine, lab, place, number, moment)))
-    for what, strike in HOLDERS.items():
-        for (held, needs), number in itertools.product(HOLDING.items(), range(2)):
-            if needs <= claimed:
-                found.append((what, functools.partial(strike, lab, number, held)))
-    return [one for one in found if not chosen or one[0] in chosen]
+    places = [place for place in PLACES if place != RAY or find_spec("ray")]
+    found: list[tuple[str, str, Callable[[], Coroutine[object, object, Row]]]] = [
+        (place, how, functools.partial(strike_an_engine, lab, place, how, moment))
+        for place in places
+        for moment in MOMENTS
+        for how in HOWS.get(place, (KILLED, FROZEN, THAWED))
+        if moment.needs <= claimed
+    ]
+    found += [
+        (what, how, functools.partial(strike, lab, how, moment))
+        for what, strike in HOLDERS.items()
+        for moment, needs in HOLDING.items()
+        for how in (KILLED, FROZEN)
+        if needs <= claimed
+    ]
+    return [fault for what, how, fault in found if what in (chosen or [what]) and how in (hows or [how])]
 
 
 def table(rows: Sequence[Row]) -> list[str]:
@@ -657,18 +685,42 @@ def summary(rows: Sequence[Row]) -> str:
     )
 
 
-def run(lab: Lab, chosen: Sequence[str], repeat: int) -> list[Row]:
-    """Deal each fault, and return the rows."""
-    rows = []
-    faults = plan(lab, chosen) * repeat
+def run(
+    faults: Sequence[Callable[[], Coroutine[object, object, Row]]], seed: int, tell: Callable[[list[Row]], None]
+) -> list[Row]:
+    """Deal each fault, in random order; return the rows in the given one.
+
+    Args:
+        faults: The faults.
+        seed: Of the order.
+        tell: Gets the rows so far.
+    """
+    rows: dict[int, Row] = {}
     with asyncio.Runner() as runner:
-        for at, (_, strike) in enumerate(faults, 1):
-            row = runner.run(strike())
-            rows.append(row)
-            print(
-                f"{at}/{len(faults)} {' | '.join(row.cells())}", *row.broken, sep="\n   ", file=sys.stderr, flush=True
-            )
-    return rows
+        for at in random.Random(seed).sample(range(len(faults)), len(faults)):
+            rows[at] = row = runner.run(faults[at]())
+            print(f"{len(rows)}/{len(faults)}", *row.cells(), *row.broken, sep=" | ", file=sys.stderr, flush=True)
+            tell([rows[each] for each in sorted(rows)])
+    return [rows[each] for each in sorted(rows)]
+
+
+def page(backend: str, rows: Sequence[Row], planned: int, seconds: float) -> str:
+    """Return the text of a run."""
+    return "\n".join(
+        [
+            f"Faults of a fleet of {backend} engines, {datetime.date.today()}, by tests/faults/on_a_fleet.py.",
+            f"{os.cpu_count()} CPU cores, load {os.getloadavg()[0]:.0f} at the end; {seconds:.0f} s. "
+            f"{CLIENTS} clients, heartbeat {HEARTBEAT_S:.0f} s, control and weight_update {TIMEOUTS['control']:.0f} s; "
+            f"torch {torch.__version__}.",
+            *([f"The run ended early: {planned} faults were planned."] if len(rows) < planned else []),
+            "",
+            summary(rows),
+            *(f"Broken: {row.struck}, {row.blow}, {row.moment}: {what}" for row in rows for what in row.broken),
+            "",
+            *table(rows),
+            "",
+        ]
+    )
 
 
 def main() -> int:
@@ -678,6 +730,8 @@ def main() -> int:
     )
     parser.add_argument("--output", type=Path, help="file for the table; it is printed, too")
     parser.add_argument("--only", action="append", default=[], help="what is struck; repeatable")
+    parser.add_argument("--how", action="append", default=[], help="how it is struck; repeatable")
+    parser.add_argument("--seed", type=int, default=0, help="of the order of the faults")
     parser.add_argument("--repeat", type=int, default=1, help="how often each fault is dealt")
     parser.add_argument("--hold", nargs=3, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -685,27 +739,18 @@ def main() -> int:
     if given.hold:
         asyncio.run(hold(*given.hold))
         return 0
+    began = time.monotonic()
     with ForkServer(given.backend), ForkServer(given.backend, program="command") as forks:
-        began = time.monotonic()
-        load = os.getloadavg()[0]
-        rows = run(Lab(given.backend, tiny_model("qwen2"), forks), given.only, given.repeat)
-    text = "\n".join(
-        [
-            f"Faults of a fleet of {given.backend} engines, {datetime.date.today()}, by tests/faults/on_a_fleet.py.",
-            f"{os.cpu_count()} CPU cores, load {load:.1f} at the begin and {os.getloadavg()[0]:.1f} at the end; "
-            f"{time.monotonic() - began:.0f} s. {CLIENTS} clients, heartbeat {HEARTBEAT_S:.0f} s, "
-            f"control and weight_update {TIMEOUTS['control']:.0f} s; torch {torch.__version__}.",
-            "",
-            summary(rows),
-            *(f"Broken: {row.struck}, {row.blow}, {row.moment}: {what}" for row in rows for what in row.broken),
-            "",
-            *table(rows),
-        ]
-    )
-    print(text)
-    if given.output is not None:
-        given.output.parent.mkdir(parents=True, exist_ok=True)
-        given.output.write_text(text + "\n", encoding="utf-8")
+        faults = plan(Lab(given.backend, tiny_model("qwen2"), forks), given.only, given.how) * given.repeat
+
+        def write(rows: list[Row]) -> None:
+            if given.output is not None:
+                given.output.parent.mkdir(parents=True, exist_ok=True)
+                text = page(given.backend, rows, len(faults), time.monotonic() - began)
+                given.output.write_text(text, encoding="utf-8")
+
+        rows = run(faults, given.seed, write)
+    print(page(given.backend, rows, len(faults), time.monotonic() - began), end="")
     return int(any(row.broken for row in rows))
 
 
