@@ -297,11 +297,7 @@ def batches(
         lasts = sampling_params(ids, capabilities, tokens=lasting, lasting=True)
         begins = token_prompts(ids, counts(1, LONGEST * 2 - lasting[1]))
         calls = st.lists(st.tuples(begins, lasts), min_size=3, max_size=5)
-        return st.builds(
-            lambda some, bit: _batch([*some, _with_another_seed(*some[0], bit)]),
-            calls,
-            st.integers(0, 9) | st.integers(0, 62),
-        )
+        return st.builds(_with_a_twin, calls, st.integers(0, 9) | st.integers(0, 62))
     params = sampling_params(ids, capabilities, stops=stops)
     pairs = st.lists(st.tuples(prompts(ids, chat=chat), params), min_size=1, max_size=4)
     crowds = st.lists(st.tuples(prompts(ids, chat=chat), params), min_size=2, max_size=2).map(lambda two: 12 * two)
@@ -309,10 +305,11 @@ def batches(
     return drawn.map(_batch)
 
 
-def _with_another_seed(prompt: Prompt, params: SamplingParams, bit: int) -> tuple[Prompt, SamplingParams]:
+def _with_a_twin(calls: Sequence[tuple[Prompt, SamplingParams]], bit: int) -> Batch:
+    prompt, params = calls[0]
     fields = params.model_dump(include=params.model_fields_set)
     seed = None if params.seed is None else params.seed ^ 1 << bit
-    return prompt, SamplingParams.model_validate({**fields, "seed": seed})
+    return _batch([*calls, (prompt, SamplingParams.model_validate({**fields, "seed": seed}))])
 
 
 def _batch(calls: Sequence[tuple[Prompt, SamplingParams]]) -> Batch:
