@@ -134,6 +134,10 @@ _GRAMMARS: Final[tuple[tuple[Capability, StructuredOutput], ...]] = (
 )
 
 
+_DECISIVE: Final = frozenset({"top_k", "top_p", "min_p", "logit_bias", "structured_output"})
+"""Fields that may leave one token to draw, so that no seed matters, or end a request early."""
+
+
 @st.composite
 def sampling_params(
     draw: DrawFn,
@@ -157,8 +161,8 @@ def sampling_params(
     ids = st.sampled_from(vocabulary)
     fields: dict[str, Any] = {}
     # Most requests set few fields; some set most, so that all pairs of fields meet.
-    many = (False, True, True)
-    odds = many if lasting else draw(st.sampled_from(((False, False, False, True), many)))
+    few, many = (False, False, False, True), (False, True, True)
+    odds = many if lasting else draw(st.sampled_from((few, many)))
 
     def always(field: str, values: SearchStrategy[Any], *needed: Capability) -> bool:
         """Set a field, if the engine claims the capabilities that it needs."""
@@ -168,8 +172,8 @@ def sampling_params(
         return True
 
     def maybe(field: str, values: SearchStrategy[Any], *needed: Capability) -> bool:
-        """Set a field as often as the request's odds say."""
-        chosen: bool = draw(st.sampled_from(odds))
+        """Set a field as often as the request's odds say; rarely one that leaves little to chance, if it lasts."""
+        chosen: bool = draw(st.sampled_from(few if lasting and field in _DECISIVE else odds))
         return chosen and always(field, values, *needed)
 
     if maybe("prompt_logprobs", st.integers(0, 3), Capability.PROMPT_LOGPROBS):
@@ -291,7 +295,7 @@ def batches(
     """Draw calls of several prompts of any kind, each with its own params; see :func:`sampling_params`.
 
     With ``lasting``, requests make about as many tokens as this range says, and no stop ends them early. The last one
-    is the first again, with a seed of which one bit differs.
+    is another one again, with a seed of which one bit differs.
     """
     if lasting is not None:
         lasts = sampling_params(ids, capabilities, tokens=lasting, lasting=True)
@@ -306,7 +310,8 @@ def batches(
 
 
 def _with_a_twin(calls: Sequence[tuple[Prompt, SamplingParams]], bit: int) -> Batch:
-    prompt, params = calls[0]
+    drawn = [call for call in calls if call[1].temperature and call[1].structured_output is None]
+    prompt, params = (drawn or calls)[0]
     fields = params.model_dump(include=params.model_fields_set)
     seed = None if params.seed is None else params.seed ^ 1 << bit
     return _batch([*calls, (prompt, SamplingParams.model_validate({**fields, "seed": seed}))])
