@@ -209,7 +209,7 @@ class StruckFirst:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Work of a fleet when one of its engines is struck."""
+    """A moment of a fleet's work, at which one of its engines is struck."""
 
     name: str
     call: str
@@ -357,8 +357,8 @@ def row_of(
 
     Args:
         clients: The clients, which have stopped.
-        names: The engine that was struck, how and when.
-        change: How the change under way ended.
+        names: The victim, the blow and the moment.
+        change: The outcome of the change under way.
         engines: Health of the engines before the mending push.
         at: Time of the blow.
         mended: Time at which the mending push ended.
@@ -411,7 +411,7 @@ def outcome(results: Iterable[BaseException | object]) -> str:
 
 
 class Lab:
-    """The parts that all faults of one backend share."""
+    """The backend, model and fork server of a run."""
 
     def __init__(self, backend: str, model: Path, forks: ForkServer) -> None:
         self.backend = backend
@@ -537,7 +537,7 @@ HOLDING: Final = {
     "loading a bucket": WEIGHTS,
     "asleep": frozenset({Capability.PAUSE_RETRACT, Capability.SLEEP_KV_CACHE}),
 }
-"""The work that a process is in the middle of when it is struck, and what its engines must claim."""
+"""Moments at which a process with a handle is struck, and the capabilities that its engines must claim."""
 
 
 async def hold(moment: str, model: str, given: str) -> None:
@@ -641,8 +641,8 @@ def plan(lab: Lab, chosen: Sequence[str], hows: Sequence[str]) -> list[Callable[
     """Return each fault that this backend's engines can be dealt.
 
     Args:
-        lab: The engines.
-        chosen: The faults to try; empty: all.
+        lab: The maker of the engines.
+        chosen: Names of the victims; empty: all.
         hows: How; empty: in every way.
     """
     claimed = lab.local().capabilities
@@ -692,7 +692,7 @@ def run(
 
     Args:
         faults: The faults.
-        seed: The seed of the order.
+        seed: Seed of the order.
         tell: Gets the rows so far.
     """
     rows: dict[int, Row] = {}

@@ -34,7 +34,8 @@ HEARTBEAT = {"heartbeat": 2.0}
 TOKENS = 600
 FLEET = """
 import asyncio, base64, pickle, sys
-from drivetrain import SamplingParams, attach
+from drivetrain import SamplingParams, WeightUpdateRequest, attach
+from drivetrain.types.weights import DiskSource
 from drivetrain_fleet import InferenceEngineClient
 
 LONG = SamplingParams(max_new_tokens=900, temperature=0.0, ignore_eos=True)
@@ -47,12 +48,16 @@ async def main():
             await asyncio.sleep(0.001)
         if sys.argv[2] == "paused":
             await fleet.pause_generation("in_place")
+        if sys.argv[2] == "updating":
+            request = WeightUpdateRequest(version="never", source=DiskSource(path=sys.argv[3]))
+            update = fleet.weight_update(request)
+            await (await update.__aenter__()).load([0])
         print("ready", flush=True)
         await asyncio.sleep(600)
 
 asyncio.run(main())
 """
-"""A fleet in a process of its own, with requests in flight, paused or not."""
+"""A fleet in a process of its own, with requests in flight, paused, updating, or neither."""
 MIDDLE = SamplingParams(max_new_tokens=TOKENS, temperature=0.0, ignore_eos=True)
 
 
@@ -285,3 +290,19 @@ async def test_engines_serve_on_when_the_process_of_their_fleet_is_gone(
             for engine in (one, two):
                 output = await engine.generate([[5]], GREEDY)
                 assert len(output.completions[0].token_ids) == 6
+
+
+async def test_engines_serve_again_when_their_fleet_was_killed_within_an_update(model: Path) -> None:
+    """The fleet had paused its engines. They are dirty, and the pause goes with the fleet, not with the push."""
+    async with local(model, timeouts=HEARTBEAT) as one, local(model, timeouts=HEARTBEAT) as two:
+        given = base64.b64encode(pickle.dumps([await one.handle(), await two.handle()])).decode()
+        async with running("-c", FLEET, given, "updating", str(model)) as process:
+            assert (await process.stdout.readline()).strip() == b"ready"
+            os.kill(process.pid, signal.SIGKILL)
+            await until(lambda: all(engine.state.value == "dirty" for engine in (one, two)))
+            for engine in (one, two):
+                async with WeightSync.connect(await tensors_for(engine), engine) as sync:
+                    await sync.push(version="after")
+                async with asyncio.timeout(BOUND):
+                    output = await engine.generate([[5]], GREEDY)
+                assert versions(output.completions) == {"after"}

@@ -302,4 +302,4 @@ class HolderCalls(SharedEngine):
         if self.claims.paused_by is self:
             self.claims.paused_by = None
             if self.parts.controller.status.paused is not None:
-                await self.parts.pauses.resume()
+                await self.parts.pauses.lift()

@@ -69,6 +69,13 @@ class PauseAndSleep:
             await self.unfreeze_if_free(after)
             self.controller.move_to(after)
 
+    async def lift(self) -> None:
+        """Drop the pause of a holder that is gone. If weights are dirty, requests stay frozen until the next update."""
+        async with self.controller.controlling("continue_generation()"):
+            after = self.controller.status.lift_pause()
+            await self.unfreeze_if_free(after)
+            self.controller.move_to(after)
+
     async def quiesce(self, mode: PauseMode) -> None:
         """Abort, await or freeze the requests in flight, as ``mode`` says. The gate is shut."""
         match mode:

@@ -166,6 +166,10 @@ class EngineStatus:
             raise self._refuse("continue_generation()", "push a complete weight update first")
         return replace(self, paused=None)
 
+    def lift_pause(self) -> EngineStatus:
+        """PAUSED → not paused, for a holder that is gone. Weights that may not be served go on holding requests."""
+        return replace(self, paused=None)
+
     def sleep(self, tags: frozenset[MemoryTag], *, keeps_weights: bool) -> EngineStatus:
         """→ ASLEEP with ``tags`` added; idempotent. Weights that are not kept become DIRTY."""
         self.require_open("sleep()")
