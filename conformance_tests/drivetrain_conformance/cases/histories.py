@@ -203,7 +203,7 @@ def _honours_random_requests(
         modes.append(None)
 
     @seed(bench.seed)
-    @property_settings(examples)
+    @property_settings(max(1, examples))
     @given(calls, st.booleans() if bench.claims(Capability.STREAMING) else st.just(False), st.sampled_from(modes))
     def hold(batch: Batch, streamed: bool, pause: PauseMode | None) -> None:
         bench.run(check_honoured(bench, batch, repeats, streamed=streamed, pause=pause, lora=lora, model=model))
