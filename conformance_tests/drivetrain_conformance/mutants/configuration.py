@@ -282,10 +282,15 @@ class counts_tied_weights_twice(CorrectBackend):
 
 @mutant("weight_sync/many_pushes_in_process_leave_nothing_behind", says="left behind: threads: ['MainThread'")
 class leaves_threads_of_a_common_name(CorrectBackend):
-    """Each update leaves a thread, with the name of another thread of the process."""
+    """Every tenth update leaves a thread, with the name of another thread of the process."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._updates = 0
 
     async def receive_weights(self, message: WeightMessage) -> WeightReply:
-        if isinstance(message, CommitUpdate):
+        self._updates += isinstance(message, CommitUpdate)
+        if isinstance(message, CommitUpdate) and self._updates % 10 == 0:
             name = threading.main_thread().name
             threading.Thread(target=threading.Event().wait, name=name, daemon=True).start()
         return await super().receive_weights(message)
