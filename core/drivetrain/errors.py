@@ -146,7 +146,7 @@ class EngineStartError(EngineError):
 class EngineDied(EngineError):
     """The engine's process ended, stopped answering, or lost a child that it needs.
 
-    Every call that was under way raises it, and so does every later one, also after the engine was closed.
+    Calls that were under way raise it, and later ones too, also after the engine was closed.
     """
 
 

@@ -78,7 +78,7 @@ MENDED: Final = f"cut for {SHORT_S} s"
 UNHARMED: Final = "-"
 
 
-# What is asked ---------------------------------------------------------------------------------------------------
+# Requests of clients ---------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -139,7 +139,7 @@ async def _completed(
     return frozenset(span.version for completion in completions for span in completion.weight_versions)
 
 
-# What is struck --------------------------------------------------------------------------------------------------
+# Engines and holders that are struck ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -489,7 +489,7 @@ NOTHING: Final = "nothing"
 NETWORK: Final = "the network to an engine"
 RAY: Final = "an engine's Ray actor"
 HOWS: Final = {NOTHING: (UNHARMED,), NETWORK: (CUT, MENDED), RAY: (KILLED, FROZEN)}
-"""How each place is struck, where not like a process of which nobody else takes care."""
+"""Blows of the places that are not struck as plain processes are."""
 Place = Callable[[Lab], AbstractAsyncContextManager[tuple[InferenceEngine, Callable[[], dict[str, Blow]]]]]
 PLACES: Final[dict[str, Place]] = {
     NOTHING: unharmed,
