@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -12,9 +15,22 @@ import torch
 
 import drivetrain_transformers.scoring
 import oracle
-from drivetrain import Completion, InferenceEngine, InvalidRequest, create_engine
+from drivetrain import (
+    Completion,
+    GenerateRequest,
+    GenerateResult,
+    InferenceEngine,
+    InvalidRequest,
+    PauseMode,
+    create_engine,
+    hookimpl,
+)
+from drivetrain.backend.base import Backend, TokenDelta
+from drivetrain.backend.registry import register, unregister
 from drivetrain.testing import tiny_model
+from drivetrain.types.weights import ApplyUpdate, WeightReply
 from drivetrain_sampling.scores import score_rows
+from drivetrain_transformers.engine import TransformersBackend
 from drivetrain_transformers.model import LoadedModel
 from engines import HANGING, until_generating
 
@@ -113,3 +129,71 @@ async def test_prefixes_are_reused_up_to_the_first_position(engine: InferenceEng
     for last_n, cached in ((1, 96), (3, 96), (4, 80), (20, 64), (99, 0), (100, 0)):
         (scored,) = (await engine.compute_logprobs([prompt], last_n=last_n)).completions
         assert scored.cached_tokens == cached
+
+
+class LateToCommit(TransformersBackend):
+    """Does not say which weights scored a prompt, and scores it between an update and the update's reply."""
+
+    name = "late-to-commit"
+    asked: ClassVar[asyncio.Event]
+    updated: ClassVar[asyncio.Event]
+    scored: ClassVar[asyncio.Event]
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        async with aclosing(self.stream(request)) as deltas:
+            (result,) = [delta.result async for delta in deltas]
+        assert result is not None
+        return result
+
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+        self.asked.set()
+        await self.updated.wait()
+        try:
+            async with aclosing(super().stream(request)) as deltas:
+                async for delta in deltas:
+                    assert delta.result is not None
+                    yield dataclasses.replace(delta, result=dataclasses.replace(delta.result, weight_versions=[]))
+        finally:
+            self.scored.set()
+
+    async def apply_weights(self, update: ApplyUpdate) -> WeightReply:
+        reply = await super().apply_weights(update)
+        self.updated.set()
+        await self.scored.wait()
+        return reply
+
+
+@pytest.fixture
+def late_to_commit() -> Iterator[str]:
+    class Plugin:
+        @hookimpl
+        def drivetrain_backends(self) -> list[type[Backend]]:
+            return [LateToCommit]
+
+    LateToCommit.asked, LateToCommit.updated, LateToCommit.scored = (asyncio.Event() for _ in range(3))
+    plugin = Plugin()
+    register(plugin)
+    yield LateToCommit.name
+    unregister(plugin)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_scores_are_labelled_with_the_weights_that_made_them_before_an_update_ends(
+    late_to_commit: str, stream: bool, model: Path, other_model: Path
+) -> None:
+    """The backend serves the new weights as soon as they are there, and the engine knows of it with the reply."""
+    async with create_engine(late_to_commit, model=str(model), isolation="inline", weight_version="old") as engine:
+
+        async def ask() -> Completion:
+            if not stream:
+                return (await engine.compute_logprobs([[1, 2, 3]])).completions[0]
+            params = {"max_new_tokens": 0, "prompt_logprobs": 0}
+            chunks = [chunk async for chunk in engine.generate_stream([[1, 2, 3]], params)]
+            completion = chunks[-1].completion
+            assert completion is not None
+            return completion
+
+        asking = asyncio.create_task(ask())
+        await LateToCommit.asked.wait()
+        await engine.load_weights_from_disk(str(other_model), "new", mode=PauseMode.RETRACT)
+        assert (await asking).weight_version == "new"

@@ -144,6 +144,8 @@ class Sequence:
             InvalidRequest: A stop regex takes too long.
         """
         self.mark_version(version)
+        if self.request.max_new_tokens == 0 and reason is not FinishReason.ABORT:
+            self.spans = [VersionSpan(version, 0, 0)]
         params = self.request.params
         return GenerateResult(
             token_ids=self.row.generated,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,8 +33,8 @@ _WHOLE_CONTEXT: Final = 4096
 """Longest context that is filled to its end."""
 _BOUND: Final = 120.0
 """Timeout, in seconds, for requests beside each other."""
-_UPDATES: Final = 3
-"""Updates of which each is made while sequences are scored."""
+_UPDATES: Final = 5
+"""Updates of which each is made while sequences are scored, at another moment of their call."""
 _LOOKED_AT: Final = 12
 """Sequences, first and last of a call, whose scores are compared."""
 
@@ -314,17 +315,20 @@ async def scores_are_of_the_weights_that_are_served(bench: Bench) -> None:
     await engine.load_weights_from_disk(str(bench.other_weights()), "other")
     await _Call(bench, sequences, top_k=2, model=bench.other_weights()).check()
     mode = PauseMode.RETRACT if bench.claims(Capability.WEIGHT_UPDATE_IN_FLIGHT_RETRACT) else PauseMode.WAIT
-    models, times = {"other": bench.other_weights()}, 2
+    models, times, seconds = {"other": bench.other_weights()}, 2, 0.0
     for number in range(_UPDATES):
         asked = [bench.prompt(length) for length in times * many_lengths(bench)]
         version, model = f"while-{number}", (bench.model, bench.other_weights())[number % 2]
         models[version] = model
+        began = time.monotonic()
         scoring = asyncio.create_task(engine.compute_logprobs(asked, last_n=2))
+        await asyncio.sleep(bench.rng.random() * seconds / 2)
         await engine.load_weights_from_disk(str(model), version, mode=mode)
         if scoring.done():
             times *= 2  # the next call should outlast its update
         async with within(seconds=_BOUND):
             completions = (await scoring).completions
+        seconds = time.monotonic() - began
         for completion in (*completions[:_LOOKED_AT], *completions[-_LOOKED_AT:]):
             named, own = completion.weight_version, np.array(completion.prompt_token_ids[-2:])[:, None]
             assert named in models, f"a sequence was scored, and its weight version is {named!r}"

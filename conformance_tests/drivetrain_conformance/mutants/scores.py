@@ -185,3 +185,12 @@ class names_no_version_of_scores(InferenceEngine):
 
     async def compute_logprobs(self, sequences: Any, **arguments: Any) -> GenerationOutput:
         return _labelled(await super().compute_logprobs(sequences, **arguments))
+
+
+@mutant("scoring/scores_are_of_the_weights_that_are_served", says="the logprob of its own token by")
+class names_the_version_at_the_beginning_of_the_call(InferenceEngine):
+    """All sequences of a call name the version that was served when it began, whatever version scored them."""
+
+    async def compute_logprobs(self, sequences: Any, **arguments: Any) -> GenerationOutput:
+        version = self.get_weight_version()
+        return _labelled(await super().compute_logprobs(sequences, **arguments), VersionSpan(version, 0, 0))

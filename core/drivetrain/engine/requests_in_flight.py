@@ -23,6 +23,7 @@ from drivetrain.engine.loaded_adapters import LoadedAdapters
 from drivetrain.engine.model import StartedModel
 from drivetrain.engine.samples import Sample, Samples
 from drivetrain.engine.served_weights import ServedWeights
+from drivetrain.engine.states import WeightState
 from drivetrain.engine.streamed_text import StreamedText
 from drivetrain.errors import (
     EngineDied,
@@ -259,10 +260,8 @@ class RequestsInFlight:
                 raise self._lost or error from None
             finally:
                 self._left(sample)
-            if not is_unlabelled_score(sample, whole):
-                return whole
-            if served == self._served():  # else the sequence was read by two versions, and is read again by the new one
-                return labelled_score(whole, self.weights.version)
+            if (labelled := self._labelled(sample, whole, served)) is not None:
+                return labelled
         return aborted_before_start(sample)
 
     async def _run_watched(self, sample: Sample) -> GenerateResult:
@@ -273,9 +272,26 @@ class RequestsInFlight:
             result = delta.result
         return _whole(sample, result)
 
-    def _served(self) -> tuple[int, str]:
-        """Return a value that changes with the weights that are served, those of adapters included."""
-        return self.controller.status.updates, self.weights.version
+    def _served(self) -> tuple[WeightState, int, str]:
+        """Return a value that changes with the weights that are served, those of adapters included.
+
+        It differs from the moment at which an update begins: the backend serves the new weights before the update's
+        end is known here.
+        """
+        status = self.controller.status
+        return status.weights, status.updates, self.weights.version
+
+    def _labelled(
+        self, sample: Sample, result: GenerateResult, served: tuple[WeightState, int, str]
+    ) -> GenerateResult | None:
+        """Return the result with its weight version; None if the prompt must be scored again.
+
+        That is so if the weights are no longer those that were ``served`` when the sample entered, and the backend does
+        not say by which of them it scored the prompt.
+        """
+        if not is_unlabelled_score(sample, result):
+            return result
+        return labelled_score(result, self.weights.version) if served == self._served() else None
 
     def _for_backend(self, request: GenerateRequest) -> GenerateRequest:
         """Return the request with the backend's current name for its adapter."""
@@ -322,27 +338,39 @@ class RequestsInFlight:
                     yield step
 
     async def _steps(self, sample: Sample) -> AsyncGenerator[TokenDelta, None]:
-        """Yield the backend's steps of a sample that the gate has let through."""
-        self._enter(sample)
-        served = self._served()
-        counted = 0
-        try:
-            async with aclosing(self.backend.stream(self._for_backend(sample.request))) as deltas:
-                async for delta in deltas:
-                    counted = self.counts.step(delta, counted)
-                    if delta.token_ids and delta.result is None:
-                        self.require_version(sample.request)
-                    if delta.result is not None and is_unlabelled_score(sample, delta.result):
-                        if served == self._served():
-                            delta = replace(delta, result=labelled_score(delta.result, self.weights.version))
-                    yield delta
-        except EngineDied as error:
-            self.controller.fail(str(error), died=True)
-            raise
-        except asyncio.CancelledError as error:
-            raise self._lost or error from None
-        finally:
-            self._left(sample)
+        """Yield the backend's steps of a sample that the gate has let through.
+
+        A prompt that must be scored again goes through the gate again.
+        """
+        again = True
+        while again:
+            again = False
+            self._enter(sample)
+            served = self._served()
+            counted = 0
+            try:
+                async with aclosing(self.backend.stream(self._for_backend(sample.request))) as deltas:
+                    async for delta in deltas:
+                        counted = self.counts.step(delta, counted)
+                        if delta.token_ids and delta.result is None:
+                            self.require_version(sample.request)
+                        if delta.result is not None:
+                            labelled = self._labelled(sample, delta.result, served)
+                            if labelled is None:
+                                again = True
+                                break
+                            delta = replace(delta, result=labelled)
+                        yield delta
+            except EngineDied as error:
+                self.controller.fail(str(error), died=True)
+                raise
+            except asyncio.CancelledError as error:
+                raise self._lost or error from None
+            finally:
+                self._left(sample)
+            if again and not await self._admitted(sample):
+                yield TokenDelta([], result=aborted_before_start(sample))
+                return
 
     async def stream(self, sample: Sample) -> AsyncGenerator[CompletionChunk, None]:
         """Stream one sample; the chunks' ids and texts put together are exactly the completion's.
