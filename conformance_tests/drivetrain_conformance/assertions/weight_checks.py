@@ -18,17 +18,14 @@ from drivetrain.engine.weight_transaction import WeightTransaction
 from drivetrain.errors import DrivetrainError, EngineStateError
 from drivetrain.types.modes import PauseMode
 from drivetrain.types.outputs import Completion, FinishReason, VersionSpan
-from drivetrain.types.weights import DiskSource, WeightUpdateRequest
 from drivetrain_conformance.assertions.refusals import raises
 from drivetrain_conformance.assertions.same_answers import check_greedy, check_same, gaps
-from drivetrain_conformance.assets.weight_sources import nowhere, raw_bytes
+from drivetrain_conformance.assets.weight_sources import NEW, from_disk, nowhere, raw_bytes
 from drivetrain_conformance.harness.testbench import Bench, TooLate
 from drivetrain_conformance.harness.time_limits import within
 from drivetrain_conformance.references.oracle import CacheOracle, log_softmax
 from drivetrain_conformance.references.tolerances import rounding_explains
 
-NEW: Final = "new"
-"""Version of most updates."""
 TOKENS: Final = 300
 """Length of a request that is in flight while weights change."""
 
@@ -110,11 +107,6 @@ async def same_weights_again(bench: Bench) -> None:
 async def same_label_again(engine: InferenceEngine) -> None:
     """Relabel the weights with their current version, which changes nothing; engines without version spans refuse."""
     await engine.update_weight_version(engine.get_weight_version())
-
-
-def from_disk(model: Path, version: str = NEW, **fields: object) -> WeightUpdateRequest:
-    """Return a request for an update from a model folder."""
-    return WeightUpdateRequest.model_validate({"version": version, "source": DiskSource(path=str(model)), **fields})
 
 
 async def load_all(update: WeightTransaction) -> None:

@@ -23,6 +23,7 @@ from drivetrain.types.capability import Capability
 from drivetrain.types.config import EngineConfig, Isolation
 from drivetrain.types.weights import (
     CommunicatorSpec,
+    DiskSource,
     PlacedTensor,
     SharedMemorySource,
     WeightManifest,
@@ -34,6 +35,9 @@ from drivetrain_weight_sync import WeightInput
 from drivetrain_weight_sync.copying.digest import digest
 from drivetrain_weight_sync.tensors.dtypes import dtype_of
 from drivetrain_weight_sync.transports.updatable_engine import UpdateUnderWay
+
+NEW: Final = "new"
+"""Version of most updates."""
 
 Tensors = dict[str, torch.Tensor]
 
@@ -93,6 +97,11 @@ def write_checkpoint(folder: Path, model: Path, tensors: Tensors) -> Path:
     copy_model(model, folder, without="*.safetensors*")
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
     return folder
+
+
+def from_disk(model: Path, version: str = NEW, **fields: object) -> WeightUpdateRequest:
+    """Return a request for an update from a model folder."""
+    return WeightUpdateRequest.model_validate({"version": version, "source": DiskSource(path=str(model)), **fields})
 
 
 FORMS: Final = ("mapping", "pairs", "function", "module")

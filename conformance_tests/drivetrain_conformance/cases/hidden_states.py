@@ -18,8 +18,8 @@ from drivetrain.types.modes import PauseMode
 from drivetrain.types.outputs import Completion
 from drivetrain.types.sampling import SamplingParams
 from drivetrain_conformance.assertions.same_answers import check_same
-from drivetrain_conformance.assertions.weight_checks import from_disk
 from drivetrain_conformance.assets.served_models import ModelKind
+from drivetrain_conformance.assets.weight_sources import from_disk
 from drivetrain_conformance.harness.case import case
 from drivetrain_conformance.harness.testbench import Bench, NoOracle
 from drivetrain_conformance.harness.time_limits import within

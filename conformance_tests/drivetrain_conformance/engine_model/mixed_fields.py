@@ -27,7 +27,7 @@ from drivetrain.types.sampling import (
     StructuredOutput,
     TemperatureSchedule,
 )
-from drivetrain_conformance.engine_model.replay import Live, proceed, settle
+from drivetrain_conformance.engine_model.live_requests import Live, proceed, settle
 from drivetrain_conformance.engine_model.strategies import EBNF_AS_REGEX, SCHEMA_AS_REGEX, Batch
 from drivetrain_conformance.harness.testbench import Bench, NoOracle
 from drivetrain_conformance.references.oracle import HiddenStatesOracle, Logits, log_softmax, possible_ranks

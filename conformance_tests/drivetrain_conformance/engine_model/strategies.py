@@ -330,13 +330,21 @@ class WeightPlanChoice:
 
     bucket_bytes: int
     order: int = 0
-    """Order of the tensors, or of the buckets: 0 keeps it, other values seed a shuffle (``replay.shuffled``)."""
+    """Order of the tensors, or of the buckets: 0 keeps it, other values seed a shuffle (:func:`shuffled`)."""
 
 
 def weight_plans(total_bytes: int) -> SearchStrategy[WeightPlanChoice]:
     """Draw bucket sizes from a single byte (a layer always travels whole) to ``total_bytes``, in any order."""
     sizes = st.sampled_from([total_bytes, max(1, total_bytes // 3), 1]) | st.integers(1, total_bytes)
     return st.builds(WeightPlanChoice, bucket_bytes=sizes, order=st.integers(0, 2**16))
+
+
+def shuffled(items: Sequence[_T], order: int) -> list[_T]:
+    """Shuffle the items with the seed ``order``; 0 leaves them as they are."""
+    found = list(items)
+    if order:
+        random.Random(order).shuffle(found)
+    return found
 
 
 # Aborts --------------------------------------------------------------------------------------------------------------

@@ -22,7 +22,6 @@ from drivetrain.types.weights import (
 )
 from drivetrain_conformance.assertions.refusals import raises
 from drivetrain_conformance.assertions.weight_checks import (
-    NEW,
     Late,
     check_boundary,
     check_dirty,
@@ -31,14 +30,15 @@ from drivetrain_conformance.assertions.weight_checks import (
     check_serves,
     check_spans,
     check_state,
-    from_disk,
     load_all,
     same_label_again,
     same_weights_again,
 )
 from drivetrain_conformance.assets.weight_sources import (
+    NEW,
     Between,
     a_matrix,
+    from_disk,
     one_of_each_kind,
     tensors_of,
     with_another_digest,

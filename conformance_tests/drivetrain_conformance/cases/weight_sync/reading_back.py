@@ -18,18 +18,8 @@ from drivetrain.errors import (
 from drivetrain.types.capability import Capability
 from drivetrain.types.modes import MemoryTag
 from drivetrain_conformance.assertions.refusals import raises
-from drivetrain_conformance.assertions.weight_checks import (
-    NEW,
-    check_serves,
-    same_weights_again,
-)
-from drivetrain_conformance.assets.weight_sources import (
-    Between,
-    a_matrix,
-    raw_bytes,
-    tensors_of,
-    with_value,
-)
+from drivetrain_conformance.assertions.weight_checks import check_serves, same_weights_again
+from drivetrain_conformance.assets.weight_sources import NEW, Between, a_matrix, raw_bytes, tensors_of, with_value
 from drivetrain_conformance.harness.case import case
 from drivetrain_conformance.harness.testbench import Bench
 from drivetrain_weight_sync import WeightSync

@@ -29,19 +29,14 @@ from drivetrain_conformance.assertions.leftovers import (
 )
 from drivetrain_conformance.assertions.refusals import raises
 from drivetrain_conformance.assertions.same_answers import check_same
-from drivetrain_conformance.assertions.weight_checks import (
-    NEW,
-    check_serves,
-    check_state,
-    from_disk,
-    same_weights_again,
-    unchanged,
-)
+from drivetrain_conformance.assertions.weight_checks import check_serves, check_state, same_weights_again, unchanged
 from drivetrain_conformance.assets.weight_sources import (
     FAULTS,
+    NEW,
     Between,
     a_matrix,
     bad_folders,
+    from_disk,
     is_waited_for,
     moved_tensor,
     nowhere,

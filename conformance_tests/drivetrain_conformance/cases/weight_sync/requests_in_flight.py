@@ -12,7 +12,6 @@ from drivetrain.types.outputs import FinishReason
 from drivetrain_conformance.assertions.lasting_state import with_a_state
 from drivetrain_conformance.assertions.same_answers import check_same
 from drivetrain_conformance.assertions.weight_checks import (
-    NEW,
     TOKENS,
     Late,
     check_boundary,
@@ -27,6 +26,7 @@ from drivetrain_conformance.assertions.weight_checks import (
     same_weights_again,
     update_in_flight,
 )
+from drivetrain_conformance.assets.weight_sources import NEW
 from drivetrain_conformance.harness.case import case
 from drivetrain_conformance.harness.testbench import Bench, TooLate, check_held, in_time
 

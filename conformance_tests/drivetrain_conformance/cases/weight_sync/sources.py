@@ -26,7 +26,6 @@ from drivetrain_conformance.assertions.memory_use import COUNTED, check_steady, 
 from drivetrain_conformance.assertions.refusals import refused
 from drivetrain_conformance.assertions.same_answers import check_same
 from drivetrain_conformance.assertions.weight_checks import (
-    NEW,
     check_holds,
     check_made_by,
     check_serves,
@@ -36,6 +35,7 @@ from drivetrain_conformance.assertions.weight_checks import (
 from drivetrain_conformance.assets.served_models import ModelKind
 from drivetrain_conformance.assets.weight_sources import (
     FORMS,
+    NEW,
     in_bfloat16,
     in_form,
     module_of,
