@@ -20,15 +20,16 @@ from drivetrain.cli.output import err, out, print_error, print_json
 from drivetrain.errors import DrivetrainError, InvalidConfig
 from drivetrain.types.config import Isolation
 from drivetrain_conformance.harness.progress_bar import progress_bar
+from drivetrain_conformance.harness.report_files import CaseEntry, write_json
 from drivetrain_conformance.harness.verdict import Verdict
 from drivetrain_conformance.routes.dialect import Dialect
 
 if TYPE_CHECKING:
     from drivetrain_conformance.harness.case import Case
     from drivetrain_conformance.harness.runner import CaseResult, Runner
-    from drivetrain_conformance.reports.report import CaseEntry, Report
+    from drivetrain_conformance.reports.report import Report
     from drivetrain_conformance.routes.material import Material
-    from drivetrain_conformance.routes.run import RouteEntry, RouteReport
+    from drivetrain_conformance.routes.run import RouteReport
 
 _NEEDED = ("hypothesis", "pytest", "scipy", "torch", "transformers")
 _NEEDED_FOR_ROUTES = ("httpx",)
@@ -253,10 +254,10 @@ def combine(
     output: Annotated[Path, typer.Option(metavar="FILE", help="Write the one report there.")],
 ) -> None:
     """Combine the reports of parts of the suite, such as groups that were run one by one or in parallel."""
-    from drivetrain_conformance.reports.report import combine_reports, read_report, write_report
+    from drivetrain_conformance.reports.report import combine_reports, read_report
 
     made = combine_reports([read_report(path) for path in reports])
-    write_report(made, output)
+    write_json(made, output)
     if not _tell(made, as_json=False, require_complete=False):
         raise typer.Exit(1)
 
@@ -272,7 +273,7 @@ def record(
     from drivetrain_conformance.reports import parity
 
     made = asyncio.run(parity.record(backend, dtype, _fields(engine_fields or [])))
-    parity.write_recording(made, output)
+    write_json(made, output, indent=-1)
     out.print(f"wrote {len(made.exchanges)} answers of {backend} to {output}", soft_wrap=True)
 
 
@@ -417,7 +418,7 @@ def _ray_actors(runner: Runner) -> Iterator[None]:
 
 def _run(runner: Runner, cases: list[Case], *, complete: bool, file: Path | None) -> Report:
     from drivetrain_conformance.assets.served_models import ModelKind
-    from drivetrain_conformance.reports.report import make_report, write_report
+    from drivetrain_conformance.reports.report import make_report
 
     begun = time.monotonic()
     with runner:
@@ -439,7 +440,7 @@ def _run(runner: Runner, cases: list[Case], *, complete: bool, file: Path | None
         for result in _with_progress(runner, cases):
             results.append(result)
             if file is not None:  # after each case, so that an interrupted run loses nothing
-                write_report(made(results), file)
+                write_json(made(results), file)
         return made(results)
 
 
@@ -495,7 +496,7 @@ async def _run_routes(
     material: Material | None,
 ) -> RouteReport:
     from drivetrain_conformance.routes.case import choose
-    from drivetrain_conformance.routes.run import route_report, run_routes, write_route_report
+    from drivetrain_conformance.routes.run import route_report, run_routes
     from drivetrain_conformance.routes.server_under_test import connected
 
     choose(dialect, groups, ids)  # so that a wrong name is found before the server is
@@ -503,14 +504,14 @@ async def _run_routes(
         url, dialect, timeout=timeout, api_key=keys[0], control_key=keys[1], material=material
     ) as target:
         cases = choose(target.dialect, groups, ids)
-        entries: list[RouteEntry] = []
+        entries: list[CaseEntry] = []
         with progress_bar(target.dialect.value, len(cases)) as advance:
             async for entry in run_routes(target, cases):
                 advance(entry.case)
                 _tell_case(entry.case, entry.verdict, entry.seconds, entry.message)
                 entries.append(entry)
                 if file is not None:
-                    write_route_report(route_report(url, target, entries, name), file)
+                    write_json(route_report(url, target, entries, name), file)
         return route_report(url, target, entries, name)
 
 
@@ -549,7 +550,7 @@ def _tell(report: Report | RouteReport, *, as_json: bool, require_complete: bool
 
 
 def _print_groups(report: Report | RouteReport) -> None:
-    groups: dict[str, list[CaseEntry | RouteEntry]] = {}
+    groups: dict[str, list[CaseEntry]] = {}
     for entry in report.cases:
         groups.setdefault(entry.case.partition("/")[0], []).append(entry)
     table = Table("group", box=None, pad_edge=False)

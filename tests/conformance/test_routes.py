@@ -27,11 +27,12 @@ from drivetrain import InferenceEngine, create_engine
 from drivetrain.errors import InvalidConfig
 from drivetrain.testing import tiny_model
 from drivetrain.types.modes import PauseMode
+from drivetrain_conformance.harness.report_files import CaseEntry
 from drivetrain_conformance.harness.verdict import Verdict
 from drivetrain_conformance.routes.case import choose, route_cases
 from drivetrain_conformance.routes.dialect import Dialect
 from drivetrain_conformance.routes.material import Material, made_of
-from drivetrain_conformance.routes.run import RouteEntry, run_routes
+from drivetrain_conformance.routes.run import run_routes
 from drivetrain_conformance.routes.sampled import Sampled
 from drivetrain_conformance.routes.server_under_test import Stream, connected
 from drivetrain_serving import Server, ServerConfig
@@ -395,7 +396,7 @@ async def serving(
         yield server.url
 
 
-async def run(url: str, ids: Collection[str] | None = None, **options: Any) -> list[RouteEntry]:
+async def run(url: str, ids: Collection[str] | None = None, **options: Any) -> list[CaseEntry]:
     async with connected(url, **options) as target:
         return [entry async for entry in run_routes(target, choose(target.dialect, ids=ids))]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import datetime
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from drivetrain_conformance.check.comparison import Comparison
 from drivetrain_conformance.check.prompt_set import make_prompts
 from drivetrain_conformance.check.reference import Reference, device_for, require_transformers
 from drivetrain_conformance.check.report import FORMAT, CheckReport, CheckRow, Outcome
+from drivetrain_conformance.harness.report_files import today
 from drivetrain_conformance.harness.verdict import describe
 
 LONG_PROMPT: Final = 1024
@@ -108,7 +108,7 @@ async def check_engine(
         reference=check.described_reference,
         claims={one.value: check.engine.supports(one) for one in _SHOWN},
         versions=dict(check.engine.versions),
-        date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+        date=today(),
         seconds=round(time.monotonic() - begun, 1),
         rows=check.rows,
     )
