@@ -35,7 +35,7 @@ from drivetrain_conformance.engine_model.contract import InFlight
 from drivetrain_conformance.engine_model.expected_answers import ADAPTER, Fields
 from drivetrain_conformance.engine_model.mixed_fields import Repeats, check_honoured
 from drivetrain_conformance.engine_model.random_history import Checker, prepare, property_settings
-from drivetrain_conformance.engine_model.strategies import AbortPoint, Batch, batches
+from drivetrain_conformance.engine_model.strategies import AbortPoint, Batch, batches, lasting_batches
 from drivetrain_conformance.harness.case import case
 from drivetrain_conformance.harness.testbench import Bench, ordinary_ids
 
@@ -188,19 +188,15 @@ def _honours_random_requests(
     """
     engine = bench.engine
     ids = ordinary_ids(engine)
-    calls = batches(
-        ids,
-        engine.capabilities,
-        chat=bool(engine.tokenizer.inner.chat_template),
-        stops=_letters(bench) if lasting is None else (),
-        lasting=lasting,
-    )
     repeats = Repeats()
     modes: list[PauseMode | None] = [mode for capability, mode in PAUSES.items() if bench.claims(capability)]
-    if lasting is not None:
-        modes = [mode for mode in modes if mode in (PauseMode.IN_PLACE, PauseMode.RETRACT)]
-    if lasting is None or not modes:
+    if lasting is None:
+        chat = bool(engine.tokenizer.inner.chat_template)
+        calls = batches(ids, engine.capabilities, chat=chat, stops=_letters(bench))
         modes.append(None)
+    else:
+        calls = lasting_batches(ids, engine.capabilities, *lasting)
+        modes = [mode for mode in modes if mode in (PauseMode.IN_PLACE, PauseMode.RETRACT)] or [None]
 
     @seed(bench.seed)
     @property_settings(max(1, examples))
