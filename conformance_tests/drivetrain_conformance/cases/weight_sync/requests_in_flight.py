@@ -11,14 +11,15 @@ from drivetrain.types.modes import PauseMode
 from drivetrain.types.outputs import FinishReason
 from drivetrain_conformance.assertions.lasting_state import with_a_state
 from drivetrain_conformance.assertions.same_answers import check_same
-from drivetrain_conformance.assertions.weight_checks import (
+from drivetrain_conformance.assertions.weight_checks import check_made_by
+from drivetrain_conformance.cases.weight_sync.checks import (
+    NEW,
     TOKENS,
     Late,
     check_boundary,
     check_kept_cache,
     check_late,
     check_logprobs,
-    check_made_by,
     check_serves,
     check_spans,
     check_state,
@@ -26,7 +27,6 @@ from drivetrain_conformance.assertions.weight_checks import (
     same_weights_again,
     update_in_flight,
 )
-from drivetrain_conformance.assets.weight_sources import NEW
 from drivetrain_conformance.harness.case import case
 from drivetrain_conformance.harness.testbench import Bench, TooLate, check_held, in_time
 

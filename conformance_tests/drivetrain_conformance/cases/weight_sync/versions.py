@@ -22,19 +22,19 @@ from drivetrain.types.outputs import Completion
 from drivetrain.types.sampling import SamplingParams
 from drivetrain_conformance.assertions.refusals import raises
 from drivetrain_conformance.assertions.same_answers import check_same
-from drivetrain_conformance.assertions.weight_checks import (
+from drivetrain_conformance.assertions.weight_checks import check_made_by, load_all
+from drivetrain_conformance.assets.weight_sources import from_disk
+from drivetrain_conformance.cases.weight_sync.checks import (
+    NEW,
     TOKENS,
     Late,
-    check_made_by,
     check_serves,
     check_spans,
     check_state,
-    load_all,
     one,
     one_by_one,
     same_label_again,
 )
-from drivetrain_conformance.assets.weight_sources import NEW, from_disk
 from drivetrain_conformance.cases.weight_sync.pushing import free_port
 from drivetrain_conformance.engine_model.live_requests import Live, proceed, settle
 from drivetrain_conformance.harness.case import case

@@ -1,4 +1,4 @@
-"""Check models that keep recurrent states: whatever a batch, a cache or a control call does to a state, it stays right.
+"""Recurrent models: whatever a batch, a cache or a control call does to a state, it stays right.
 
 A state is one tensor for all tokens of a row. It is silently wrong if it is lost or mixed up where rows join, leave or
 move, where buffers grow, where a prefix is taken from a cache, and where padding is computed.
@@ -21,6 +21,7 @@ from drivetrain.types.outputs import Completion
 from drivetrain.types.sampling import LogprobsMode, SamplingParams
 from drivetrain_conformance.assertions.same_answers import check_greedy
 from drivetrain_conformance.assets.made_adapters import has_layers, make_adapter, merge
+from drivetrain_conformance.harness.case import case
 from drivetrain_conformance.harness.testbench import Bench
 from drivetrain_conformance.harness.time_limits import within
 
@@ -31,7 +32,28 @@ _FREEZES: Final = {Capability.PAUSE_IN_PLACE: PauseMode.IN_PLACE, Capability.PAU
 _ADAPTED: Final = ("q_proj", "v_proj")
 
 
-async def check_recurrent_model(bench: Bench, architecture: str) -> None:
+def _make_recurrent_case(architecture: str, keeps: str) -> None:
+    async def body(bench: Bench) -> None:
+        await _check_model(bench, architecture)
+
+    body.__name__ = f"{architecture}_is_right_or_refused"
+    body.__doc__ = f"""A model that keeps {keeps}, such as {architecture}, is right or refused at start.
+
+    Its answers are those of a plain forward pass in batches, beside aborted rows, through freezes, with cached
+    prefixes, with adapters and after updates. An engine that cannot serve it raises InvalidConfig or EngineStartError.
+    """
+    case(own_engine=True)(body)
+
+
+for _architecture, _keeps in {
+    "mamba2": "recurrent states alone",
+    "falcon_h1": "recurrent states beside keys and values",
+    "qwen3_next": "recurrent states in some of its layers",
+}.items():
+    _make_recurrent_case(_architecture, _keeps)
+
+
+async def _check_model(bench: Bench, architecture: str) -> None:
     """Raise unless an engine serves a tiny model of this architecture as a plain forward pass, or refuses to start."""
     model = tiny_model(architecture, dtype=bench.models.dtype)
     adapted = has_layers(model, _ADAPTED)
