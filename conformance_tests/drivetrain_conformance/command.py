@@ -6,10 +6,10 @@ import asyncio
 import importlib.util
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 import yaml
@@ -167,7 +167,9 @@ def conformance(
         if given := _given(context, lambda name: name not in _OF_ROUTES | _OF_BOTH):
             raise InvalidConfig(f"--url checks a running server: leave out {', '.join(given)}", field=given[0])
         if show:
-            _list_routes(dialect, as_json=json)
+            from drivetrain_conformance.routes.case import route_cases
+
+            _list([{"case": one.id, "summary": one.summary} for one in route_cases(dialect)], as_json=json)
             return
         if url is None:
             raise InvalidConfig("--dialect says which routes --url has; give --url, or --list", field="--url")
@@ -191,7 +193,11 @@ def conformance(
 
         passed = run_mutants(backend or "transformers", _chosen(group, case), as_json=json)
     elif show:
-        _list(_chosen(group, case), as_json=json)
+        listed = [
+            {"case": one.id, "needs": sorted(need.value for need in one.needs), "summary": one.summary}
+            for one in _chosen(group, case)
+        ]
+        _list(listed, as_json=json)
         passed = True
     elif backend is None:
         raise InvalidConfig("name a backend; 'drivetrain backends' lists them", field="BACKEND")
@@ -308,18 +314,10 @@ def parity(
 
 
 def _chosen(groups: list[str] | None, ids: list[str] | None) -> list[Case]:
-    from drivetrain_conformance.cases import GROUPS, all_cases
+    from drivetrain_conformance.cases import all_cases
+    from drivetrain_conformance.harness.case import choose
 
-    unknown = [name for name in groups or [] if name not in GROUPS]
-    if unknown:
-        raise InvalidConfig(f"there is no group {unknown[0]!r}; groups: {', '.join(GROUPS)}", field="--group")
-    cases = all_cases(groups or GROUPS)
-    if not ids:
-        return cases
-    missing = set(ids) - {case.id for case in cases}
-    if missing:
-        raise InvalidConfig(f"there is no case {min(missing)!r}; --list shows them", field="--case")
-    return [case for case in cases if case.id in ids]
+    return choose(all_cases(), groups, ids)
 
 
 def _runner(
@@ -495,15 +493,16 @@ async def _run_routes(
     name: str,
     material: Material | None,
 ) -> RouteReport:
-    from drivetrain_conformance.routes.case import choose
+    from drivetrain_conformance.harness.case import choose
+    from drivetrain_conformance.routes.case import route_cases
     from drivetrain_conformance.routes.run import route_report, run_routes
     from drivetrain_conformance.routes.server_under_test import connected
 
-    choose(dialect, groups, ids)  # so that a wrong name is found before the server is
+    choose(route_cases(dialect), groups, ids)  # so that a wrong name is found before the server is
     async with connected(
         url, dialect, timeout=timeout, api_key=keys[0], control_key=keys[1], material=material
     ) as target:
-        cases = choose(target.dialect, groups, ids)
+        cases = choose(route_cases(target.dialect), groups, ids)
         entries: list[CaseEntry] = []
         with progress_bar(target.dialect.value, len(cases)) as advance:
             async for entry in run_routes(target, cases):
@@ -513,18 +512,6 @@ async def _run_routes(
                 if file is not None:
                     write_json(route_report(url, target, entries, name), file)
         return route_report(url, target, entries, name)
-
-
-def _list_routes(dialect: Dialect | None, *, as_json: bool) -> None:
-    from drivetrain_conformance.routes.case import route_cases
-
-    cases = route_cases(dialect)
-    if as_json:
-        print_json({"cases": [{"case": case.id, "summary": case.summary} for case in cases]})
-        return
-    for case in cases:
-        out.print(Text.assemble((case.id, "bold"), f"\n  {case.summary}"), soft_wrap=True)
-    out.print(f"{len(cases)} cases")
 
 
 # Telling -------------------------------------------------------------------------------------------------------------
@@ -563,17 +550,13 @@ def _print_groups(report: Report | RouteReport) -> None:
     out.print(table)
 
 
-def _list(cases: list[Case], *, as_json: bool) -> None:
+def _list(cases: Sequence[Mapping[str, Any]], *, as_json: bool) -> None:
     if as_json:
-        listed = [
-            {"case": case.id, "needs": sorted(need.value for need in case.needs), "summary": case.summary}
-            for case in cases
-        ]
-        print_json({"cases": listed})
+        print_json({"cases": cases})
         return
     for case in cases:
-        needs = ", ".join(sorted(need.value for need in case.needs)) or "nothing"
-        out.print(Text.assemble((case.id, "bold"), f"  (needs {needs})\n  {case.summary}"), soft_wrap=True)
+        needs = f"  (needs {', '.join(case['needs']) or 'nothing'})" if "needs" in case else ""
+        out.print(Text.assemble((case["case"], "bold"), f"{needs}\n  {case['summary']}"), soft_wrap=True)
     out.print(f"{len(cases)} cases")
 
 

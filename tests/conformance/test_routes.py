@@ -27,9 +27,10 @@ from drivetrain import InferenceEngine, create_engine
 from drivetrain.errors import InvalidConfig
 from drivetrain.testing import tiny_model
 from drivetrain.types.modes import PauseMode
+from drivetrain_conformance.harness.case import choose
 from drivetrain_conformance.harness.report_files import CaseEntry
 from drivetrain_conformance.harness.verdict import Verdict
-from drivetrain_conformance.routes.case import choose, route_cases
+from drivetrain_conformance.routes.case import route_cases
 from drivetrain_conformance.routes.dialect import Dialect
 from drivetrain_conformance.routes.material import Material, made_of
 from drivetrain_conformance.routes.run import run_routes
@@ -398,7 +399,7 @@ async def serving(
 
 async def run(url: str, ids: Collection[str] | None = None, **options: Any) -> list[CaseEntry]:
     async with connected(url, **options) as target:
-        return [entry async for entry in run_routes(target, choose(target.dialect, ids=ids))]
+        return [entry async for entry in run_routes(target, choose(route_cases(target.dialect), None, ids))]
 
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -173,9 +173,10 @@ async def held_by(engine: InferenceEngine) -> dict[str, int]:
 
 def counted_of(engine: InferenceEngine) -> dict[str, int]:
     """Count an engine's threads, descriptors and mappings, and this event loop's tasks and timers."""
+    processes = processes_of(engine)
     return {
-        "threads": threads_of(engine),
-        "descriptors": descriptors_of(engine),
+        "threads": sum(_count(process.num_threads) for process in processes),
+        "descriptors": sum(_count(process.num_fds) for process in processes),
         "mappings of files": mappings_of(engine, " /"),
         "tasks": len(asyncio.all_tasks()),
         "timers": _timers(),
@@ -194,16 +195,6 @@ def parameter_bytes(engine: InferenceEngine) -> int:
 
     dtype: torch.dtype = getattr(torch, engine.model_info.dtype)
     return engine.model_info.parameters * dtype.itemsize
-
-
-def threads_of(engine: InferenceEngine) -> int:
-    """Return the number of threads of an engine's processes."""
-    return sum(_count(process.num_threads) for process in processes_of(engine))
-
-
-def descriptors_of(engine: InferenceEngine) -> int:
-    """Return the number of open descriptors of an engine's processes."""
-    return sum(_count(process.num_fds) for process in processes_of(engine))
 
 
 def mappings_of(engine: InferenceEngine, name: str) -> int:

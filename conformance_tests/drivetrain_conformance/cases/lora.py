@@ -34,7 +34,7 @@ from drivetrain.types.outputs import Completion
 from drivetrain.types.sampling import ActionMask, LogprobsMode, SamplingParams
 from drivetrain.types.weights import LoraSource, WeightUpdateRequest
 from drivetrain_conformance.assertions.event_loop_stalls import check_it_runs
-from drivetrain_conformance.assertions.memory_use import COUNTED, check_steady, descriptors_of, held_by, threads_of
+from drivetrain_conformance.assertions.memory_use import COUNTED, check_steady, counted_of, held_by
 from drivetrain_conformance.assertions.refusals import refused
 from drivetrain_conformance.assertions.same_answers import check_greedy, check_same
 from drivetrain_conformance.assertions.saved_models import check_saved
@@ -712,10 +712,11 @@ async def what_is_no_adapter_is_refused(bench: Bench) -> None:
             await bench.engine.load_lora_adapter("a", str(path))
         with refused(InvalidRequest, field="lora"):
             await _answers(bench, bench.prompts(1), "a")
-        held.append((threads_of(bench.engine), descriptors_of(bench.engine)))
+        held.append(counted_of(bench.engine))
         for part in path.iterdir() if path.is_dir() else ():
             assert not (part.is_fifo() and is_waited_for(part)), f"a thread waits in open() for {what}"
-    for what, counts in zip(("threads", "descriptors"), zip(*held, strict=True), strict=True):
+    for what in ("threads", "descriptors"):
+        counts = [one[what] for one in held]
         # A pool occasionally adds a few. A leak adds one with every refusal.
         assert counts[-1] - counts[0] < len(counts) - 1, f"{what} grow while adapters are refused: {counts}"
     _assert_made_by(bench, await _answers(bench, bench.prompts(1), None), None)

@@ -21,7 +21,7 @@ from drivetrain.types.sampling import SamplingParams
 from drivetrain_conformance.assets.served_models import ModelKind, Models
 from drivetrain_conformance.harness.run_profile import Profile
 from drivetrain_conformance.harness.time_limits import until_ended, within
-from drivetrain_conformance.references.oracle import Logits, Oracle, RoundingOracle, log_softmax
+from drivetrain_conformance.references.oracle import Logits, Oracle, RoundingOracle, token_logprobs
 from drivetrain_conformance.references.tolerances import tolerance_of
 
 _T = TypeVar("_T")
@@ -154,8 +154,7 @@ class Bench:
         """Return the oracle's logprob of each token of a completion, after ``temperature``."""
         if not completion.token_ids:
             return []
-        rows = log_softmax(self.output_logits(completion, model) / temperature)
-        return [float(row[token]) for row, token in zip(rows, completion.token_ids, strict=True)]
+        return token_logprobs(self.output_logits(completion, model) / temperature, completion.token_ids)
 
     def tolerance(self, engine: InferenceEngine | None = None) -> float:
         """Return the allowed difference of a logprob from the oracle's, in nats, for the engine's dtype."""

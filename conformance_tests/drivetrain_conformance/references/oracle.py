@@ -285,6 +285,11 @@ def log_softmax(logits: Logits) -> Logits:
     return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True)))
 
 
+def token_logprobs(logits: Logits, token_ids: Sequence[int]) -> list[float]:
+    """Return the logprob of each token by its own row of logits, shape (tokens, vocabulary)."""
+    return [float(row[token]) for row, token in zip(log_softmax(logits), token_ids, strict=True)]
+
+
 def possible_ranks(row: Logits, token: int, tolerance: float) -> range:
     """Return the ranks that a token may have: the number of tokens that are at least as likely, itself included.
 
