@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from drivetrain_conformance.reports.report import Report
     from drivetrain_conformance.routes.material import Material
     from drivetrain_conformance.routes.run import RouteReport
+    from drivetrain_conformance.routes.server_under_test import Access
 
 _NEEDED = ("hypothesis", "pytest", "scipy", "torch", "transformers")
 _NEEDED_FOR_ROUTES = ("httpx",)
@@ -173,11 +174,11 @@ def conformance(
             return
         if url is None:
             raise InvalidConfig("--dialect says which routes --url has; give --url, or --list", field="--url")
-        keys = api_key, control_key
+        from drivetrain_conformance.routes.server_under_test import Access
+
         with _material(model) as material:
-            made_of_routes = asyncio.run(
-                _run_routes(url, dialect, keys, timeout, group, case, report, name or url, material)
-            )
+            access = Access(url, dialect, timeout, api_key, control_key, material)
+            made_of_routes = asyncio.run(_run_routes(access, group, case, report, name or url))
         passed = _tell(made_of_routes, as_json=json, require_complete=require_complete)
     elif given := _given(context, lambda name: name in _OF_ROUTES):
         raise InvalidConfig(
@@ -483,25 +484,15 @@ def _material(model: Path | None) -> AbstractContextManager[Material | None]:
 
 
 async def _run_routes(
-    url: str,
-    dialect: Dialect | None,
-    keys: tuple[str, str],
-    timeout: float,
-    groups: list[str] | None,
-    ids: list[str] | None,
-    file: Path | None,
-    name: str,
-    material: Material | None,
+    access: Access, groups: list[str] | None, ids: list[str] | None, file: Path | None, name: str
 ) -> RouteReport:
     from drivetrain_conformance.harness.case import choose
     from drivetrain_conformance.routes.case import route_cases
     from drivetrain_conformance.routes.run import route_report, run_routes
     from drivetrain_conformance.routes.server_under_test import connected
 
-    choose(route_cases(dialect), groups, ids)  # so that a wrong name is found before the server is
-    async with connected(
-        url, dialect, timeout=timeout, api_key=keys[0], control_key=keys[1], material=material
-    ) as target:
+    choose(route_cases(access.dialect), groups, ids)  # so that a wrong name is found before the server is
+    async with connected(access) as target:
         cases = choose(route_cases(target.dialect), groups, ids)
         entries: list[CaseEntry] = []
         with progress_bar(target.dialect.value, len(cases)) as advance:
@@ -510,8 +501,8 @@ async def _run_routes(
                 _tell_case(entry.case, entry.verdict, entry.seconds, entry.message)
                 entries.append(entry)
                 if file is not None:
-                    write_json(route_report(url, target, entries, name), file)
-        return route_report(url, target, entries, name)
+                    write_json(route_report(access.url, target, entries, name), file)
+        return route_report(access.url, target, entries, name)
 
 
 # Telling -------------------------------------------------------------------------------------------------------------

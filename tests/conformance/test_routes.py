@@ -35,7 +35,7 @@ from drivetrain_conformance.routes.dialect import Dialect
 from drivetrain_conformance.routes.material import Material, made_of
 from drivetrain_conformance.routes.run import run_routes
 from drivetrain_conformance.routes.sampled import Sampled
-from drivetrain_conformance.routes.server_under_test import Stream, connected
+from drivetrain_conformance.routes.server_under_test import Access, Stream, connected
 from drivetrain_serving import Server, ServerConfig
 from drivetrain_serving import server as server_module
 from drivetrain_serving.app import create_app
@@ -398,7 +398,7 @@ async def serving(
 
 
 async def run(url: str, ids: Collection[str] | None = None, **options: Any) -> list[CaseEntry]:
-    async with connected(url, **options) as target:
+    async with connected(Access(url, **options)) as target:
         return [entry async for entry in run_routes(target, choose(route_cases(target.dialect), None, ids))]
 
 
