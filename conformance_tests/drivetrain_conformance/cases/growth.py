@@ -34,12 +34,6 @@ _WINDOWS: Final = 4
 _WINDOW: Final = 0.25
 """Seconds of one look at an idle process."""
 
-_FREEZES: Final = (
-    (Capability.PAUSE_IN_PLACE, PauseMode.IN_PLACE),
-    (Capability.PAUSE_RETRACT, PauseMode.RETRACT),
-    (Capability.PAUSE_ABORT, PauseMode.ABORT),
-)
-
 
 @case()
 async def requests_leave_nothing_behind(bench: Bench) -> None:
@@ -123,10 +117,9 @@ async def _requests_of_every_kind(bench: Bench, prompts: Sequence[list[int]]) ->
         async with bench.in_flight([prompts[2]], long, tokens=0, request_ids=["aborted"]) as aborted:
             await engine.abort("aborted")
             await aborted
-    for capability, mode in _FREEZES:
-        if bench.claims(capability):
-            await engine.pause_generation(mode)
-            await engine.continue_generation()
+    for mode in (*bench.freezes(), *[PauseMode.ABORT] * bench.claims(Capability.PAUSE_ABORT)):
+        await engine.pause_generation(mode)
+        await engine.continue_generation()
 
 
 async def _check_rests() -> None:

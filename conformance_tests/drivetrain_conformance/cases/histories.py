@@ -8,13 +8,13 @@ from pathlib import Path
 from hypothesis import given, seed
 from hypothesis import strategies as st
 
+from drivetrain.engine.pause_and_sleep import PAUSE_CAPABILITY
 from drivetrain.text.tokenizer import REPLACEMENT
 from drivetrain.types.capability import Capability
 from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain.types.sampling import SamplingParams
 from drivetrain_conformance.assets.made_adapters import Adapter, make_adapter, merge
 from drivetrain_conformance.engine_model.actions import (
-    PAUSES,
     Abort,
     AbortAll,
     Action,
@@ -189,14 +189,14 @@ def _honours_random_requests(
     engine = bench.engine
     ids = ordinary_ids(engine)
     repeats = Repeats()
-    modes: list[PauseMode | None] = [mode for capability, mode in PAUSES.items() if bench.claims(capability)]
+    modes: list[PauseMode | None]
     if lasting is None:
         chat = bool(engine.tokenizer.inner.chat_template)
         calls = batches(ids, engine.capabilities, chat=chat, stops=_letters(bench))
-        modes.append(None)
+        modes = [*(mode for mode, needed in PAUSE_CAPABILITY.items() if bench.claims(needed)), None]
     else:
         calls = lasting_batches(ids, engine.capabilities, *lasting)
-        modes = [mode for mode in modes if mode in (PauseMode.IN_PLACE, PauseMode.RETRACT)] or [None]
+        modes = [*bench.freezes()] or [None]
 
     @seed(bench.seed)
     @property_settings(max(1, examples))

@@ -272,9 +272,7 @@ async def an_adapter_holds_in_streams_pauses_and_sleeps(bench: Bench) -> None:
         await _check_eos_is_ignored(bench)
         batch, streamed = field_batch(bench), bench.claims(Capability.STREAMING)
         await check_honoured(bench, batch, Repeats(), streamed=streamed, lora="a", model=made.merged)
-        for needed, mode in _FREEZING.items():
-            if not bench.claims(needed):
-                continue
+        for mode in bench.freezes():
             async with bench.in_flight(prompts, bench.long(250), lora="a") as task:
                 await engine.pause_generation(mode)
                 await engine.continue_generation()
@@ -289,12 +287,6 @@ async def an_adapter_holds_in_streams_pauses_and_sleeps(bench: Bench) -> None:
             await engine.load_weights_from_disk(str(bench.model), engine.get_weight_version())
         _assert_made_by(bench, await _answers(bench, prompts, "a"), made)
         _assert_made_by(bench, await _answers(bench, prompts, None), None)
-
-
-_FREEZING: Final = {
-    Capability.PAUSE_IN_PLACE: PauseMode.IN_PLACE,
-    Capability.PAUSE_RETRACT: PauseMode.RETRACT,
-}
 
 
 async def _check_prompt_logprobs(bench: Bench, prompt: list[int], made: _Made) -> None:
@@ -761,9 +753,8 @@ async def an_adapter_whose_unload_is_given_up_is_served(bench: Bench) -> None:
         await pausing
         await engine.continue_generation()
         _assert_made_by(bench, await _answers(bench, bench.prompts(2), "a"), made)
-        for needed, mode in {Capability.PAUSE_WAIT: PauseMode.WAIT, **_FREEZING}.items():
-            if bench.claims(needed):
-                await _check_a_request_at_the_gate(bench, made, mode)
+        for mode in (*[PauseMode.WAIT] * bench.claims(Capability.PAUSE_WAIT), *bench.freezes()):
+            await _check_a_request_at_the_gate(bench, made, mode)
 
 
 async def _check_a_request_at_the_gate(bench: Bench, made: _Made, mode: PauseMode) -> None:
@@ -1089,12 +1080,11 @@ async def the_base_is_updated_beneath_an_adapter(bench: Bench) -> None:
     together = _Made(made.adapter, merge(new_base, made.adapter, bench.folder("merged")))
     async with _loaded(bench, a=made):
         before = await _answers(bench, prompts, "a")
-        for needed, mode in _FREEZING.items():
-            if bench.claims(needed):
-                async with bench.in_flight(prompts, bench.long(250), lora="a") as task:
-                    # The same weights, so that one model has made all tokens.
-                    await bench.engine.load_weights_from_disk(str(bench.model), f"again-{mode.value}", mode=mode)
-                    _assert_made_by(bench, (await task).completions, made)
+        for mode in bench.freezes():
+            async with bench.in_flight(prompts, bench.long(250), lora="a") as task:
+                # The same weights, so that one model has made all tokens.
+                await bench.engine.load_weights_from_disk(str(bench.model), f"again-{mode.value}", mode=mode)
+                _assert_made_by(bench, (await task).completions, made)
         await bench.engine.load_weights_from_disk(str(new_base), "new-base")
         after = await _answers(bench, prompts, "a")
         await _check_eos_is_ignored(bench)

@@ -40,10 +40,6 @@ _PATIENCE: Final = 0.3
 """A timeout, in seconds, long enough for a few tokens and too short for many."""
 _LOOKS: Final = 6
 """Streams that are looked at after their first chunk; on a busy machine one may have ended by then."""
-_FREEZES: Final = {
-    PauseMode.IN_PLACE: Capability.PAUSE_IN_PLACE,
-    PauseMode.RETRACT: Capability.PAUSE_RETRACT,
-}
 _STREAMS: Final = 6
 """Streams that are frozen together. Each begins after the one before, so that an engine that shows tokens in groups
 has shown all tokens of all of them only by chance."""
@@ -138,9 +134,8 @@ async def tokens_come_while_others_are_generated(bench: Bench) -> None:
     else:
         raise AssertionError("the first chunk came when all was generated")
     if bench.claims(Capability.ABORT):
-        for mode, capability in _FREEZES.items():
-            if bench.claims(capability):
-                await _check_frozen_streams_show_every_token(bench, mode)
+        for mode in bench.freezes():
+            await _check_frozen_streams_show_every_token(bench, mode)
 
 
 async def _check_frozen_streams_show_every_token(bench: Bench, mode: PauseMode) -> None:

@@ -11,6 +11,7 @@ from typing import Final
 
 from drivetrain.create import create_engine
 from drivetrain.engine.engine import InferenceEngine
+from drivetrain.engine.pause_and_sleep import SLEEP_CAPABILITY
 from drivetrain.engine.states import EngineState
 from drivetrain.errors import DrivetrainError, InvalidConfig, UnsupportedCapability
 from drivetrain.types.capability import Capability
@@ -330,15 +331,10 @@ class _Check:
 
     async def _slept(self) -> Seen:
         engine = self.engine
-        tags = {
-            MemoryTag.WEIGHTS: Capability.SLEEP_WEIGHTS,
-            MemoryTag.KV_CACHE: Capability.SLEEP_KV_CACHE,
-            MemoryTag.CUDA_GRAPH: Capability.SLEEP_CUDA_GRAPH,
-        }
         come_back = engine.config.sleep_keeps_weights or len(self._labels) > 1  # weights that sleep are pushed again
         slept = [
             tag
-            for tag, capability in tags.items()
+            for tag, capability in SLEEP_CAPABILITY.items()
             if engine.supports(capability) and (come_back or tag is not MemoryTag.WEIGHTS)
         ]
         if not slept and engine.supports(Capability.SLEEP_WEIGHTS):

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from drivetrain.engine.engine import InferenceEngine
+from drivetrain.engine.pause_and_sleep import PAUSE_CAPABILITY
 from drivetrain.errors import DrivetrainError
 from drivetrain.types.capability import Capability
 from drivetrain.types.config import Isolation
+from drivetrain.types.modes import PauseMode
 from drivetrain.types.outputs import Completion, FinishReason, GenerationOutput
 from drivetrain.types.prompts import PromptLike
 from drivetrain.types.sampling import SamplingParams
@@ -100,6 +102,11 @@ class Bench:
     def claims(self, capability: Capability) -> bool:
         """Return True if the engine under test claims a capability. Use it to check more, never to expect less."""
         return self.engine.supports(capability)
+
+    def freezes(self, engine: InferenceEngine | None = None) -> list[PauseMode]:
+        """Return the claimed pause modes that freeze requests in flight."""
+        claims = (engine or self.engine).supports
+        return [mode for mode in (PauseMode.IN_PLACE, PauseMode.RETRACT) if claims(PAUSE_CAPABILITY[mode])]
 
     @property
     def is_hosted(self) -> bool:

@@ -16,7 +16,7 @@ from drivetrain.engine.states import EngineState
 from drivetrain.errors import EngineStartError, InvalidConfig, InvalidRequest, UnsupportedCapability
 from drivetrain.testing import tiny_model
 from drivetrain.types.capability import Capability
-from drivetrain.types.modes import MemoryTag, PauseMode
+from drivetrain.types.modes import MemoryTag
 from drivetrain.types.outputs import Completion
 from drivetrain.types.sampling import LogprobsMode, SamplingParams
 from drivetrain_conformance.assertions.same_answers import check_greedy
@@ -28,7 +28,6 @@ from drivetrain_conformance.harness.time_limits import within
 _LONG: Final = 180
 """Tokens of an answer for which buffers of keys, values and states grow."""
 _BOUND: Final = 120.0
-_FREEZES: Final = {Capability.PAUSE_IN_PLACE: PauseMode.IN_PLACE, Capability.PAUSE_RETRACT: PauseMode.RETRACT}
 _ADAPTED: Final = ("q_proj", "v_proj")
 
 
@@ -114,7 +113,7 @@ async def _check_an_abort(bench: Bench, engine: InferenceEngine, model: Path) ->
 
 async def _check_freezes(bench: Bench, engine: InferenceEngine, model: Path) -> None:
     """Check that rows continue where they were after each kind of freeze."""
-    for mode in (mode for needed, mode in _FREEZES.items() if engine.supports(needed)):
+    for mode in bench.freezes(engine):
         prompts = [bench.prompt(length, engine) for length in (25, 6)]
         async with bench.in_flight(prompts, _params(engine, _LONG), engine, tokens=0) as task:
             await engine.pause_generation(mode)

@@ -123,8 +123,7 @@ async def a_new_label_divides_what_is_in_flight(bench: Bench) -> None:
         with in_time(completion):
             check_spans(completion, version, "renamed")
     check_made_by(bench, completions, bench.model)
-    freezing = {Capability.PAUSE_IN_PLACE: PauseMode.IN_PLACE, Capability.PAUSE_RETRACT: PauseMode.RETRACT}
-    modes = [mode for needed, mode in freezing.items() if bench.claims(needed)]
+    modes = bench.freezes()
     if modes and bench.claims(Capability.STREAMING):
         completion, before = await _renamed_while_frozen(bench, modes[0])
         check_spans(completion, version, "renamed")
