@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-from hypothesis import given, seed
+from hypothesis import given
 from hypothesis import strategies as st
 
 from drivetrain.engine.pause_and_sleep import PAUSE_CAPABILITY
@@ -34,9 +34,10 @@ from drivetrain_conformance.engine_model.actions import (
 from drivetrain_conformance.engine_model.contract import InFlight
 from drivetrain_conformance.engine_model.expected_answers import ADAPTER, Fields
 from drivetrain_conformance.engine_model.mixed_fields import Repeats, check_honoured
-from drivetrain_conformance.engine_model.random_history import Checker, prepare, property_settings
+from drivetrain_conformance.engine_model.random_history import Checker, prepare
 from drivetrain_conformance.engine_model.strategies import AbortPoint, Batch, batches, lasting_batches
 from drivetrain_conformance.harness.case import case
+from drivetrain_conformance.harness.random_property import random_property
 from drivetrain_conformance.harness.testbench import Bench, ordinary_ids
 
 _KV_CACHE = frozenset({MemoryTag.KV_CACHE})
@@ -198,8 +199,7 @@ def _honours_random_requests(
         calls = lasting_batches(ids, engine.capabilities, *lasting)
         modes = [*bench.freezes()] or [None]
 
-    @seed(bench.seed)
-    @property_settings(max(1, examples))
+    @random_property(max(1, examples), bench.seed)
     @given(calls, st.booleans() if bench.claims(Capability.STREAMING) else st.just(False), st.sampled_from(modes))
     def hold(batch: Batch, streamed: bool, pause: PauseMode | None) -> None:
         bench.run(check_honoured(bench, batch, repeats, streamed=streamed, pause=pause, lora=lora, model=model))

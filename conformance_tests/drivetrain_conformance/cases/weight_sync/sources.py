@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -34,6 +34,7 @@ from drivetrain_conformance.assets.weight_sources import Tensors, in_bfloat16, t
 from drivetrain_conformance.cases.weight_sync.checks import NEW, check_serves, one_by_one, same_weights_again
 from drivetrain_conformance.cases.weight_sync.pushing import ONE_BUCKET, holds_float32, push_source, widened
 from drivetrain_conformance.harness.case import case
+from drivetrain_conformance.harness.random_property import random_property
 from drivetrain_conformance.harness.testbench import Bench
 from drivetrain_weight_sync import WeightInput, WeightSync
 from drivetrain_weight_sync.tensors.dtypes import nbytes_of
@@ -239,13 +240,7 @@ def any_buckets_order_and_form_serve_the_same(bench: Bench) -> None:
 
     expected = bench.run(answers(new, ONE_BUCKET))  # a refusal is raised here, not as a counterexample
 
-    @seed(bench.seed)
-    @settings(
-        max_examples=min(bench.profile.examples, 8),
-        deadline=None,
-        database=None,
-        suppress_health_check=[HealthCheck.too_slow],
-    )
+    @random_property(min(bench.profile.examples, 8), bench.seed)
     @given(
         order=st.permutations(sorted(new)),
         form=st.sampled_from([form for form in _FORMS if form != "module"]),
