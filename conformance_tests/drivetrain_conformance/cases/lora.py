@@ -453,7 +453,7 @@ async def every_setting_is_honoured_or_refused(bench: Bench) -> None:
     """An adapter's scales, ranks and layers are those of its configuration; a field with another effect is refused.
 
     A refusal names the field, and the base serves on unchanged. Mend it where the backend loads an adapter:
-    ``drivetrain_weight_sync.receiver.lora_adapters.read_adapter`` checks a folder, and ``PlainAdapters`` folds ranks
+    ``drivetrain_weight_sync.receiver.lora_adapters`` reads and checks a folder, and ``PlainAdapters`` folds ranks
     and scales in.
     """
     prompts = bench.prompts(2)
