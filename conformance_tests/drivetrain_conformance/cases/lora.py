@@ -32,7 +32,7 @@ from drivetrain.types.capability import Capability
 from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain.types.outputs import Completion
 from drivetrain.types.sampling import ActionMask, LogprobsMode, SamplingParams
-from drivetrain.types.weights import LoraSource, WeightUpdateRequest
+from drivetrain.types.weights import LoraSource, LoraTensors, WeightUpdateRequest
 from drivetrain_conformance.assertions.event_loop_stalls import check_it_runs
 from drivetrain_conformance.assertions.memory_use import COUNTED, check_steady, counted_of, held_by
 from drivetrain_conformance.assertions.refusals import refused
@@ -44,7 +44,6 @@ from drivetrain_conformance.assets.made_adapters import (
     has_layers,
     make_adapter,
     merge,
-    pushed_unchecked,
     tensors_in,
 )
 from drivetrain_conformance.assets.served_models import ModelKind, Models
@@ -57,6 +56,12 @@ from drivetrain_conformance.harness.time_limits import until_ended
 from drivetrain_conformance.references.oracle import HiddenStatesOracle, log_softmax
 from drivetrain_conformance.references.reference_sampling import steps
 from drivetrain_weight_sync import AdapterTensors, LoraSync, Strategy
+from drivetrain_weight_sync.copying.digest import digests
+from drivetrain_weight_sync.copying.plan import make_plan
+from drivetrain_weight_sync.tensors.dtypes import spec_of
+from drivetrain_weight_sync.transports.base import Sender
+from drivetrain_weight_sync.transports.in_process import InProcessSender
+from drivetrain_weight_sync.transports.shared_memory import SharedMemorySender
 
 if TYPE_CHECKING:
     import torch
@@ -962,7 +967,7 @@ async def an_adapter_refused_as_tensors_leaves_the_old_one(bench: Bench) -> None
         version = engine.get_weight_version()
 
         async def refuse(name: str, adapter: AdapterTensors, kind: type[DrivetrainError], what: str) -> None:
-            async with pushed_unchecked(engine, name, adapter) as request:
+            async with _pushed_unchecked(engine, name, adapter) as request:
                 with refused(kind, otherwise=f"an adapter with {what} is taken as tensors"):
                     await engine.update_named_weights(request)
 
@@ -999,7 +1004,7 @@ async def an_adapter_refused_as_tensors_leaves_the_old_one(bench: Bench) -> None
 
 async def _check_digests(bench: Bench, given: AdapterTensors) -> None:
     """Check that a tensor that is not what was sent is named, and that digests of all tensors must be given."""
-    async with pushed_unchecked(bench.engine, "a", given) as request:
+    async with _pushed_unchecked(bench.engine, "a", given) as request:
         name = next(iter(given.tensors))
         with refused(WeightVerifyFailed, naming=name, otherwise="a tensor of an adapter that is not what was sent"):
             await bench.engine.update_named_weights(with_another_digest(request, name))
@@ -1017,7 +1022,7 @@ async def _check_calls_given_up(bench: Bench, made: _Made) -> None:
         begun = time.monotonic()
         async with _loaded(bench, b=made):
             took = min(took, time.monotonic() - begun)
-    async with pushed_unchecked(engine, "kept", tensors_in(kept.adapter.path)) as request:
+    async with _pushed_unchecked(engine, "kept", tensors_in(kept.adapter.path)) as request:
         await engine.update_named_weights(request)
     for moment in range(_MOMENTS):
         await _given_up(engine.load_lora_adapter("b", made.path), took * moment / _MOMENTS)
@@ -1051,11 +1056,11 @@ async def _check_requests_in_flight(bench: Bench, made: _Made, newer: _Made) -> 
     engine, prompts, adapter = bench.engine, bench.prompts(2), tensors_in(newer.adapter.path)
     async with bench.in_flight(prompts, bench.long(200, ignore_eos=True), lora="a") as flying:
         for mode in (PauseMode.RETRACT, PauseMode.IN_PLACE):
-            async with pushed_unchecked(engine, "a", adapter, mode) as request:
+            async with _pushed_unchecked(engine, "a", adapter, mode) as request:
                 with in_time(flying), refused(EngineBusy, naming="2 requests"):
                     await engine.update_named_weights(request)
         _assert_made_by(bench, await _answers(bench, prompts, "a"), made)
-        async with pushed_unchecked(engine, "a", adapter) as request:
+        async with _pushed_unchecked(engine, "a", adapter) as request:
             pushing = asyncio.create_task(engine.update_named_weights(request))
             arriving = asyncio.create_task(_answers(bench, prompts, "a"))
             await pushing
@@ -1097,3 +1102,26 @@ async def the_base_is_updated_beneath_an_adapter(bench: Bench) -> None:
     _assert_made_by(bench, after, together)
     for completion in plain:
         check_greedy(bench, completion, model=new_base)
+
+
+@asynccontextmanager
+async def _pushed_unchecked(
+    engine: InferenceEngine, name: str, adapter: AdapterTensors, mode: PauseMode = PauseMode.WAIT
+) -> AsyncGenerator[WeightUpdateRequest, None]:
+    """Put an adapter where the engine can read it, without the trainer's checks; yield the request to load it."""
+    sender: Sender = InProcessSender() if engine.supports(Capability.WEIGHTS_IN_PROCESS) else SharedMemorySender()
+    plan = make_plan(spec_of(name, tensor) for name, tensor in adapter.tensors.items())
+    try:
+        sender.begin(plan)
+        for tensor_name, tensor in adapter.tensors.items():
+            sender.put(tensor_name, tensor, held=True)
+        yield WeightUpdateRequest(
+            version="unchecked",
+            source=sender.source(),
+            plan=plan,
+            digests=digests(adapter.tensors),
+            mode=mode,
+            lora=LoraTensors(lora_name=name, config=dict(adapter.config)),
+        )
+    finally:
+        sender.close()
