@@ -6,10 +6,10 @@ import asyncio
 import importlib.util
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 import yaml
@@ -20,15 +20,17 @@ from drivetrain.cli.output import err, out, print_error, print_json
 from drivetrain.errors import DrivetrainError, InvalidConfig
 from drivetrain.types.config import Isolation
 from drivetrain_conformance.harness.progress_bar import progress_bar
+from drivetrain_conformance.harness.report_files import CaseEntry, write_json
 from drivetrain_conformance.harness.verdict import Verdict
 from drivetrain_conformance.routes.dialect import Dialect
 
 if TYPE_CHECKING:
     from drivetrain_conformance.harness.case import Case
     from drivetrain_conformance.harness.runner import CaseResult, Runner
-    from drivetrain_conformance.reports.report import CaseEntry, Report
+    from drivetrain_conformance.reports.report import Report
     from drivetrain_conformance.routes.material import Material
-    from drivetrain_conformance.routes.run import RouteEntry, RouteReport
+    from drivetrain_conformance.routes.run import RouteReport
+    from drivetrain_conformance.routes.server_under_test import Access
 
 _NEEDED = ("hypothesis", "pytest", "scipy", "torch", "transformers")
 _NEEDED_FOR_ROUTES = ("httpx",)
@@ -166,15 +168,17 @@ def conformance(
         if given := _given(context, lambda name: name not in _OF_ROUTES | _OF_BOTH):
             raise InvalidConfig(f"--url checks a running server: leave out {', '.join(given)}", field=given[0])
         if show:
-            _list_routes(dialect, as_json=json)
+            from drivetrain_conformance.routes.case import route_cases
+
+            _list([{"case": one.id, "summary": one.summary} for one in route_cases(dialect)], as_json=json)
             return
         if url is None:
             raise InvalidConfig("--dialect says which routes --url has; give --url, or --list", field="--url")
-        keys = api_key, control_key
+        from drivetrain_conformance.routes.server_under_test import Access
+
         with _material(model) as material:
-            made_of_routes = asyncio.run(
-                _run_routes(url, dialect, keys, timeout, group, case, report, name or url, material)
-            )
+            access = Access(url, dialect, timeout, api_key, control_key, material)
+            made_of_routes = asyncio.run(_run_routes(access, group, case, report, name or url))
         passed = _tell(made_of_routes, as_json=json, require_complete=require_complete)
     elif given := _given(context, lambda name: name in _OF_ROUTES):
         raise InvalidConfig(
@@ -190,7 +194,11 @@ def conformance(
 
         passed = run_mutants(backend or "transformers", _chosen(group, case), as_json=json)
     elif show:
-        _list(_chosen(group, case), as_json=json)
+        listed = [
+            {"case": one.id, "needs": sorted(need.value for need in one.needs), "summary": one.summary}
+            for one in _chosen(group, case)
+        ]
+        _list(listed, as_json=json)
         passed = True
     elif backend is None:
         raise InvalidConfig("name a backend; 'drivetrain backends' lists them", field="BACKEND")
@@ -253,10 +261,10 @@ def combine(
     output: Annotated[Path, typer.Option(metavar="FILE", help="Write the one report there.")],
 ) -> None:
     """Combine the reports of parts of the suite, such as groups that were run one by one or in parallel."""
-    from drivetrain_conformance.reports.report import combine_reports, read_report, write_report
+    from drivetrain_conformance.reports.report import combine_reports, read_report
 
     made = combine_reports([read_report(path) for path in reports])
-    write_report(made, output)
+    write_json(made, output)
     if not _tell(made, as_json=False, require_complete=False):
         raise typer.Exit(1)
 
@@ -272,7 +280,7 @@ def record(
     from drivetrain_conformance.reports import parity
 
     made = asyncio.run(parity.record(backend, dtype, _fields(engine_fields or [])))
-    parity.write_recording(made, output)
+    write_json(made, output, indent=-1)
     out.print(f"wrote {len(made.exchanges)} answers of {backend} to {output}", soft_wrap=True)
 
 
@@ -307,18 +315,10 @@ def parity(
 
 
 def _chosen(groups: list[str] | None, ids: list[str] | None) -> list[Case]:
-    from drivetrain_conformance.cases import GROUPS, all_cases
+    from drivetrain_conformance.cases import all_cases
+    from drivetrain_conformance.harness.case import choose
 
-    unknown = [name for name in groups or [] if name not in GROUPS]
-    if unknown:
-        raise InvalidConfig(f"there is no group {unknown[0]!r}; groups: {', '.join(GROUPS)}", field="--group")
-    cases = all_cases(groups or GROUPS)
-    if not ids:
-        return cases
-    missing = set(ids) - {case.id for case in cases}
-    if missing:
-        raise InvalidConfig(f"there is no case {min(missing)!r}; --list shows them", field="--case")
-    return [case for case in cases if case.id in ids]
+    return choose(all_cases(), groups, ids)
 
 
 def _runner(
@@ -417,7 +417,7 @@ def _ray_actors(runner: Runner) -> Iterator[None]:
 
 def _run(runner: Runner, cases: list[Case], *, complete: bool, file: Path | None) -> Report:
     from drivetrain_conformance.assets.served_models import ModelKind
-    from drivetrain_conformance.reports.report import make_report, write_report
+    from drivetrain_conformance.reports.report import make_report
 
     begun = time.monotonic()
     with runner:
@@ -439,7 +439,7 @@ def _run(runner: Runner, cases: list[Case], *, complete: bool, file: Path | None
         for result in _with_progress(runner, cases):
             results.append(result)
             if file is not None:  # after each case, so that an interrupted run loses nothing
-                write_report(made(results), file)
+                write_json(made(results), file)
         return made(results)
 
 
@@ -484,46 +484,25 @@ def _material(model: Path | None) -> AbstractContextManager[Material | None]:
 
 
 async def _run_routes(
-    url: str,
-    dialect: Dialect | None,
-    keys: tuple[str, str],
-    timeout: float,
-    groups: list[str] | None,
-    ids: list[str] | None,
-    file: Path | None,
-    name: str,
-    material: Material | None,
+    access: Access, groups: list[str] | None, ids: list[str] | None, file: Path | None, name: str
 ) -> RouteReport:
-    from drivetrain_conformance.routes.case import choose
-    from drivetrain_conformance.routes.run import route_report, run_routes, write_route_report
+    from drivetrain_conformance.harness.case import choose
+    from drivetrain_conformance.routes.case import route_cases
+    from drivetrain_conformance.routes.run import route_report, run_routes
     from drivetrain_conformance.routes.server_under_test import connected
 
-    choose(dialect, groups, ids)  # so that a wrong name is found before the server is
-    async with connected(
-        url, dialect, timeout=timeout, api_key=keys[0], control_key=keys[1], material=material
-    ) as target:
-        cases = choose(target.dialect, groups, ids)
-        entries: list[RouteEntry] = []
+    choose(route_cases(access.dialect), groups, ids)  # so that a wrong name is found before the server is
+    async with connected(access) as target:
+        cases = choose(route_cases(target.dialect), groups, ids)
+        entries: list[CaseEntry] = []
         with progress_bar(target.dialect.value, len(cases)) as advance:
             async for entry in run_routes(target, cases):
                 advance(entry.case)
                 _tell_case(entry.case, entry.verdict, entry.seconds, entry.message)
                 entries.append(entry)
                 if file is not None:
-                    write_route_report(route_report(url, target, entries, name), file)
-        return route_report(url, target, entries, name)
-
-
-def _list_routes(dialect: Dialect | None, *, as_json: bool) -> None:
-    from drivetrain_conformance.routes.case import route_cases
-
-    cases = route_cases(dialect)
-    if as_json:
-        print_json({"cases": [{"case": case.id, "summary": case.summary} for case in cases]})
-        return
-    for case in cases:
-        out.print(Text.assemble((case.id, "bold"), f"\n  {case.summary}"), soft_wrap=True)
-    out.print(f"{len(cases)} cases")
+                    write_json(route_report(access.url, target, entries, name), file)
+        return route_report(access.url, target, entries, name)
 
 
 # Telling -------------------------------------------------------------------------------------------------------------
@@ -549,7 +528,7 @@ def _tell(report: Report | RouteReport, *, as_json: bool, require_complete: bool
 
 
 def _print_groups(report: Report | RouteReport) -> None:
-    groups: dict[str, list[CaseEntry | RouteEntry]] = {}
+    groups: dict[str, list[CaseEntry]] = {}
     for entry in report.cases:
         groups.setdefault(entry.case.partition("/")[0], []).append(entry)
     table = Table("group", box=None, pad_edge=False)
@@ -562,17 +541,13 @@ def _print_groups(report: Report | RouteReport) -> None:
     out.print(table)
 
 
-def _list(cases: list[Case], *, as_json: bool) -> None:
+def _list(cases: Sequence[Mapping[str, Any]], *, as_json: bool) -> None:
     if as_json:
-        listed = [
-            {"case": case.id, "needs": sorted(need.value for need in case.needs), "summary": case.summary}
-            for case in cases
-        ]
-        print_json({"cases": listed})
+        print_json({"cases": cases})
         return
     for case in cases:
-        needs = ", ".join(sorted(need.value for need in case.needs)) or "nothing"
-        out.print(Text.assemble((case.id, "bold"), f"  (needs {needs})\n  {case.summary}"), soft_wrap=True)
+        needs = f"  (needs {', '.join(case['needs']) or 'nothing'})" if "needs" in case else ""
+        out.print(Text.assemble((case["case"], "bold"), f"{needs}\n  {case['summary']}"), soft_wrap=True)
     out.print(f"{len(cases)} cases")
 
 

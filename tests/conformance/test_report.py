@@ -12,21 +12,20 @@ import pytest
 
 from drivetrain import Capability, InvalidConfig
 from drivetrain_conformance.cases import all_cases
+from drivetrain_conformance.harness.report_files import CaseEntry, write_json
 from drivetrain_conformance.harness.verdict import Verdict
 from drivetrain_conformance.reports.matrix import differences, render_markdown, render_svg, sections
 from drivetrain_conformance.reports.report import (
     CapabilityEntry,
-    CaseEntry,
     Hardware,
     Report,
     combine_reports,
     read_report,
-    write_report,
 )
 
 
 def entry(case: str, verdict: Verdict, needs: list[str] | None = None, message: str = "") -> CaseEntry:
-    return CaseEntry(case, verdict, needs or [], "It holds.", 0.1, message)
+    return CaseEntry(case, verdict, "It holds.", 0.1, message, needs or [])
 
 
 def report(*cases: CaseEntry, capabilities: list[CapabilityEntry] | None = None, complete: bool = True) -> Report:
@@ -55,7 +54,7 @@ def mark(markdown: str, capability: str) -> str:
 
 def test_a_report_survives_its_file(tmp_path: Path) -> None:
     made = report(entry("stop/x", Verdict.KNOWN_FAILURE, ["seed"], "upstream"))
-    write_report(made, tmp_path / "deep" / "r.json")
+    write_json(made, tmp_path / "deep" / "r.json")
     assert read_report(tmp_path / "deep" / "r.json") == made
 
 
@@ -98,7 +97,7 @@ def test_a_file_that_is_no_report_is_refused(tmp_path: Path, content: str) -> No
 
 
 def test_a_report_in_another_format_is_refused(tmp_path: Path) -> None:
-    write_report(dataclasses.replace(report(), format=2), tmp_path / "r.json")
+    write_json(dataclasses.replace(report(), format=2), tmp_path / "r.json")
     with pytest.raises(InvalidConfig, match="in format 2; this version reads 1"):
         read_report(tmp_path / "r.json")
 

@@ -10,14 +10,15 @@ from pathlib import Path
 import pytest
 
 from drivetrain.errors import InvalidConfig
+from drivetrain_conformance.harness.report_files import CaseEntry, write_json
 from drivetrain_conformance.harness.verdict import Verdict
 from drivetrain_conformance.routes.comparison_page import render_routes
-from drivetrain_conformance.routes.run import RouteEntry, RouteReport, read_route_report, write_route_report
+from drivetrain_conformance.routes.run import RouteReport, read_route_report
 
 
 def report(name: str, dialect: str = "vllm", **verdicts: Verdict) -> RouteReport:
     cases = [
-        RouteEntry(f"vllm_tokens/{case}", verdict, f"{case} must hold.", 0.1, f"said\nof {case}")
+        CaseEntry(f"vllm_tokens/{case}", verdict, f"{case} must hold.", 0.1, f"said\nof {case}")
         for case, verdict in verdicts.items()
     ]
     return RouteReport(1, "http://127.0.0.1:1", dialect, "m", "2026-11-28", 0.1, cases, name)
@@ -56,7 +57,7 @@ def test_servers_of_a_dialect_have_different_names() -> None:
 
 def test_another_format_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "a.json"
-    write_route_report(dataclasses.replace(report("one", a=Verdict.PASSED), format=7), file)
+    write_json(dataclasses.replace(report("one", a=Verdict.PASSED), format=7), file)
     with pytest.raises(InvalidConfig, match="format 7"):
         read_route_report(file)
     file.write_text("{}")
@@ -65,7 +66,7 @@ def test_another_format_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_command_writes_the_page(tmp_path: Path) -> None:
-    write_route_report(report("one", a=Verdict.PASSED), tmp_path / "a.json")
+    write_json(report("one", a=Verdict.PASSED), tmp_path / "a.json")
     pages = tmp_path / "pages"
     command = [sys.executable, "-m", "drivetrain", "matrix", str(tmp_path / "a.json"), "--output", str(pages)]
     assert subprocess.run(command, check=False).returncode == 0

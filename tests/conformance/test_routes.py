@@ -27,13 +27,15 @@ from drivetrain import InferenceEngine, create_engine
 from drivetrain.errors import InvalidConfig
 from drivetrain.testing import tiny_model
 from drivetrain.types.modes import PauseMode
+from drivetrain_conformance.harness.case import choose
+from drivetrain_conformance.harness.report_files import CaseEntry
 from drivetrain_conformance.harness.verdict import Verdict
-from drivetrain_conformance.routes.case import choose, route_cases
+from drivetrain_conformance.routes.case import route_cases
 from drivetrain_conformance.routes.dialect import Dialect
 from drivetrain_conformance.routes.material import Material, made_of
-from drivetrain_conformance.routes.run import RouteEntry, run_routes
+from drivetrain_conformance.routes.run import run_routes
 from drivetrain_conformance.routes.sampled import Sampled
-from drivetrain_conformance.routes.server_under_test import Stream, connected
+from drivetrain_conformance.routes.server_under_test import Access, Stream, connected
 from drivetrain_serving import Server, ServerConfig
 from drivetrain_serving import server as server_module
 from drivetrain_serving.app import create_app
@@ -395,9 +397,9 @@ async def serving(
         yield server.url
 
 
-async def run(url: str, ids: Collection[str] | None = None, **options: Any) -> list[RouteEntry]:
-    async with connected(url, **options) as target:
-        return [entry async for entry in run_routes(target, choose(target.dialect, ids=ids))]
+async def run(url: str, ids: Collection[str] | None = None, **options: Any) -> list[CaseEntry]:
+    async with connected(Access(url, **options)) as target:
+        return [entry async for entry in run_routes(target, choose(route_cases(target.dialect), None, ids))]
 
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

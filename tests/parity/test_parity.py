@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from drivetrain import InvalidConfig
+from drivetrain_conformance.harness.report_files import write_json
 from drivetrain_conformance.reports.parity import (
     FORMAT,
     Answer,
@@ -18,7 +19,6 @@ from drivetrain_conformance.reports.parity import (
     compare,
     read_recording,
     record,
-    write_recording,
 )
 from drivetrain_conformance.reports.parity_page import columns_of, differences, render
 from drivetrain_conformance.reports.report import Hardware
@@ -158,7 +158,7 @@ def test_a_known_cause_is_named_and_is_no_difference() -> None:
 
 def test_a_backend_agrees_with_itself(tmp_path: Path) -> None:
     recorded = asyncio.run(record("transformers", "float32", {"isolation": "inline"}))
-    write_recording(recorded, tmp_path / "it.json")
+    write_json(recorded, tmp_path / "it.json")
     again = read_recording(tmp_path / "it.json")
     assert again == recorded
     assert len(recorded.exchanges) > 40
@@ -179,6 +179,6 @@ def test_a_file_that_is_no_recording_says_so(tmp_path: Path) -> None:
 
 
 def test_a_recording_in_another_format_says_so(tmp_path: Path) -> None:
-    write_recording(msgspec.structs.replace(recording("transformers"), format=2), tmp_path / "it.json")
+    write_json(msgspec.structs.replace(recording("transformers"), format=2), tmp_path / "it.json")
     with pytest.raises(InvalidConfig, match="in format 2; this version reads 1"):
         read_recording(tmp_path / "it.json")

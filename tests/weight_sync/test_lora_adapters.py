@@ -27,7 +27,6 @@ from drivetrain_weight_sync.receiver.lora_adapters import (
     LoraAdapter,
     adapter_in,
     check_adapter,
-    read_adapter,
 )
 from drivetrain_weight_sync.receiver.plain_adapters import PlainAdapters
 
@@ -103,22 +102,22 @@ def test_what_an_engine_would_serve_otherwise_than_peft_is_refused(
     tmp_path: Path, change: Change, message: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=message):
-        read_adapter(written(tmp_path, change), 8, SHAPES)
+        check_adapter(adapter_in(written(tmp_path, change)), 8, SHAPES)
 
 
 def test_a_folder_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="cannot be read"):
-        read_adapter(str(tmp_path), 8, {})
+        check_adapter(adapter_in(str(tmp_path)), 8, {})
     path = written(tmp_path)
     (tmp_path / "adapter_config.json").write_text("[" * 100_000, encoding="utf-8")
     with pytest.raises(InvalidRequest, match="cannot be read"):
-        read_adapter(path, 8, SHAPES)
+        check_adapter(adapter_in(path), 8, SHAPES)
 
 
 def test_what_peft_writes_of_its_own_is_taken(tmp_path: Path) -> None:
     LoraConfig(r=2, target_modules=["q_proj"]).save_pretrained(str(tmp_path))
     defaults = json.loads((tmp_path / "adapter_config.json").read_text(encoding="utf-8"))
-    adapter = read_adapter(written(tmp_path, lambda config, tensors: config.update(defaults)), 8, SHAPES)
+    adapter = check_adapter(adapter_in(written(tmp_path, lambda config, tensors: config.update(defaults))), 8, SHAPES)
     assert not adapter.unusual
     assert set(adapter.modules) == {f"model.layers.{layer}.attn.q_proj" for layer in range(2)}
 
@@ -130,7 +129,7 @@ def test_a_rank_by_pattern_counts_too(tmp_path: Path) -> None:
         tensors["base_model.model.model.layers.1.attn.q_proj.lora_B.weight"] = torch.randn(8, 16)
 
     with pytest.raises(InvalidRequest, match=r"rank 16 at model\.layers\.1\.attn\.q_proj, more than max_lora_rank=8"):
-        read_adapter(written(tmp_path, larger), 8, SHAPES)
+        check_adapter(adapter_in(written(tmp_path, larger)), 8, SHAPES)
 
 
 def test_module_names_are_read_off_the_tensors(tmp_path: Path) -> None:
@@ -182,11 +181,11 @@ def test_what_is_written_for_an_engine_adds_the_same(tmp_path: Path, kind: dict[
         if "lora_" in name:
             torch.nn.init.normal_(parameter)
     policy.save_pretrained(str(tmp_path))
-    adapter = read_adapter(str(tmp_path), 8, shapes)
+    adapter = check_adapter(adapter_in(str(tmp_path)), 8, shapes)
     expected = added(adapter)
     plain = PlainAdapters(8)
     folder = plain.folder_for("a", str(tmp_path), shapes)
-    again = read_adapter(folder, 8, shapes)
+    again = check_adapter(adapter_in(folder), 8, shapes)
     assert folder != str(tmp_path)
     assert not again.unusual
     torch.testing.assert_close(added(again), expected)
@@ -291,7 +290,10 @@ def test_an_adapter_of_vision_layers_is_refused(tmp_path: Path, targets: str | l
 def test_an_adapter_of_a_form_that_passed_is_checked_again_if_anything_differs(tmp_path: Path) -> None:
     checks = AdapterChecks()
     first = adapter_in(written(tmp_path, modules=("q_proj", "up")))
-    assert added(checks.check(first, 4, SHAPES)).keys() == added(read_adapter(str(tmp_path), 4, SHAPES)).keys()
+    assert (
+        added(checks.check(first, 4, SHAPES)).keys()
+        == added(check_adapter(adapter_in(str(tmp_path)), 4, SHAPES)).keys()
+    )
     second = replace(first, tensors={name: tensor + 1 for name, tensor in first.tensors.items()})
     again = checks.check(second, 4, SHAPES)
     assert again.given is second

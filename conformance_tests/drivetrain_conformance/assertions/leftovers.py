@@ -9,7 +9,7 @@ import tempfile
 import threading
 from collections import Counter
 from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -76,28 +76,6 @@ async def check_nothing_left(before: Holdings, seconds: float = 10.0) -> None:
     while left := Holdings.now().left_since(before):
         assert countdown.left(), f"left behind: {left}"
         await asyncio.sleep(0.05)
-
-
-@dataclass(frozen=True, slots=True)
-class Listening:
-    """An address at which a process accepts TCP connections."""
-
-    pid: int
-    host: str
-    port: int
-
-
-def listening_addresses() -> set[Listening]:
-    """Return the TCP addresses at which this process and its descendants listen."""
-    me, found = psutil.Process(), set[Listening]()
-    for process in (me, *me.children(recursive=True)):
-        with suppress(psutil.NoSuchProcess):
-            found |= {
-                Listening(process.pid, one.laddr.ip, one.laddr.port)
-                for one in process.net_connections(kind="tcp")
-                if one.status == psutil.CONN_LISTEN
-            }
-    return found
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from statistics import fmean
 from typing import Final
 
 import psutil
+import torch
 
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain_conformance.harness.testbench import until_idle
@@ -71,8 +72,6 @@ def held_by_device() -> list[int]:
 
     Where the driver does not tell processes apart, such as in a container, memory of other processes is included.
     """
-    import torch
-
     mine = {child.pid for child in psutil.Process().children(recursive=True)} | {os.getpid()}
     held = []
     for index in range(torch.cuda.device_count()):
@@ -86,8 +85,6 @@ def held_by_device() -> list[int]:
 
 def tells_processes_apart() -> bool:
     """Return True if the driver of each GPU says how much memory this process holds there."""
-    import torch
-
     for index in range(torch.cuda.device_count()):
         torch.cuda.mem_get_info(index)
         if os.getpid() not in _held_by_process(index):
@@ -97,8 +94,6 @@ def tells_processes_apart() -> bool:
 
 def _held_by_process(index: int) -> dict[int, int]:
     """Return the bytes that each process holds on a GPU; empty if the driver, or a lack of pynvml, hides them."""
-    import torch
-
     try:
         nvml = importlib.import_module("pynvml")
     except ModuleNotFoundError:
@@ -173,9 +168,10 @@ async def held_by(engine: InferenceEngine) -> dict[str, int]:
 
 def counted_of(engine: InferenceEngine) -> dict[str, int]:
     """Count an engine's threads, descriptors and mappings, and this event loop's tasks and timers."""
+    processes = processes_of(engine)
     return {
-        "threads": threads_of(engine),
-        "descriptors": descriptors_of(engine),
+        "threads": sum(_count(process.num_threads) for process in processes),
+        "descriptors": sum(_count(process.num_fds) for process in processes),
         "mappings of files": mappings_of(engine, " /"),
         "tasks": len(asyncio.all_tasks()),
         "timers": _timers(),
@@ -190,20 +186,8 @@ def _timers() -> int:
 
 def parameter_bytes(engine: InferenceEngine) -> int:
     """Return the size of the model's parameters."""
-    import torch
-
     dtype: torch.dtype = getattr(torch, engine.model_info.dtype)
     return engine.model_info.parameters * dtype.itemsize
-
-
-def threads_of(engine: InferenceEngine) -> int:
-    """Return the number of threads of an engine's processes."""
-    return sum(_count(process.num_threads) for process in processes_of(engine))
-
-
-def descriptors_of(engine: InferenceEngine) -> int:
-    """Return the number of open descriptors of an engine's processes."""
-    return sum(_count(process.num_fds) for process in processes_of(engine))
 
 
 def mappings_of(engine: InferenceEngine, name: str) -> int:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from drivetrain_conformance.assertions.memory_use import COUNTED, check_steady, held_by
-from drivetrain_conformance.assertions.weight_checks import from_disk, load_all
+from drivetrain_conformance.assertions.weight_checks import load_all
+from drivetrain_conformance.assets.weight_sources import from_disk
 from drivetrain_conformance.harness.testbench import Bench
 from drivetrain_conformance.harness.time_limits import within
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Mapping
 
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.text.tokenizer import REPLACEMENT
@@ -14,6 +15,18 @@ from drivetrain_conformance.harness.testbench import Bench, ordinary_ids
 
 TOKENS = 24
 """Length of a free sample, in tokens."""
+
+
+Fields = Mapping[str, object]
+"""Fields of sampling params."""
+
+
+def stop_params(fields: Fields) -> SamplingParams:
+    """Return greedy params of a free sample's length; without a text stop they keep no matched text."""
+    given = {"temperature": 0, "max_new_tokens": TOKENS, **fields}
+    if not given.get("stop") and not given.get("stop_regex"):
+        given.pop("include_stop_str_in_output", None)
+    return SamplingParams.model_validate(given)
 
 
 async def free_samples(bench: Bench, count: int, **fields: object) -> list[Completion]:

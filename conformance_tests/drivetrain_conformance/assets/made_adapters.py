@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from drivetrain.engine.engine import InferenceEngine
-from drivetrain.types.capability import Capability
-from drivetrain.types.modes import PauseMode
-from drivetrain.types.weights import LoraTensors, WeightUpdateRequest
+import torch
+from safetensors.torch import load_file, save_file
+
 from drivetrain_conformance.assets.served_models import copy_model
-
-if TYPE_CHECKING:
-    import torch
-
-    from drivetrain_weight_sync import AdapterTensors
+from drivetrain_weight_sync import AdapterTensors
 
 _TARGETS: Final = ("q_proj", "v_proj")
 
@@ -55,9 +49,6 @@ def make_adapter(
         settings: Fields of ``adapter_config.json``; ``lora_alpha``, ``use_rslora``, ``rank_pattern``, ``alpha_pattern``
             and ``layers_to_transform`` affect the weights and scales.
     """
-    import torch
-    from safetensors.torch import save_file
-
     config: dict[str, object] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -100,8 +91,6 @@ def change_adapter(
     adapter: Adapter, folder: Path, change: Callable[[dict[str, object], dict[str, torch.Tensor]], object]
 ) -> Path:
     """Write a copy of an adapter into ``folder`` with its configuration and tensors changed; return the folder."""
-    from safetensors.torch import load_file, save_file
-
     config = json.loads((adapter.path / "adapter_config.json").read_text(encoding="utf-8"))
     tensors = load_file(adapter.path / "adapter_model.safetensors")
     change(config, tensors)
@@ -112,42 +101,8 @@ def change_adapter(
 
 def tensors_in(folder: Path) -> AdapterTensors:
     """Return the adapter of a peft folder as a trainer without peft holds it."""
-    from safetensors.torch import load_file
-
-    from drivetrain_weight_sync import AdapterTensors
-
     config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
     return AdapterTensors(config, load_file(folder / "adapter_model.safetensors"))
-
-
-@asynccontextmanager
-async def pushed_unchecked(
-    engine: InferenceEngine, name: str, adapter: AdapterTensors, mode: PauseMode = PauseMode.WAIT
-) -> AsyncGenerator[WeightUpdateRequest, None]:
-    """Put an adapter where the engine can read it, without the trainer's checks; yield the request to load it."""
-    from drivetrain_weight_sync.copying.digest import digests
-    from drivetrain_weight_sync.copying.plan import make_plan
-    from drivetrain_weight_sync.tensors.dtypes import spec_of
-    from drivetrain_weight_sync.transports.base import Sender
-    from drivetrain_weight_sync.transports.in_process import InProcessSender
-    from drivetrain_weight_sync.transports.shared_memory import SharedMemorySender
-
-    sender: Sender = InProcessSender() if engine.supports(Capability.WEIGHTS_IN_PROCESS) else SharedMemorySender()
-    plan = make_plan(spec_of(name, tensor) for name, tensor in adapter.tensors.items())
-    try:
-        sender.begin(plan)
-        for tensor_name, tensor in adapter.tensors.items():
-            sender.put(tensor_name, tensor, held=True)
-        yield WeightUpdateRequest(
-            version="unchecked",
-            source=sender.source(),
-            plan=plan,
-            digests=digests(adapter.tensors),
-            mode=mode,
-            lora=LoraTensors(lora_name=name, config=dict(adapter.config)),
-        )
-    finally:
-        sender.close()
 
 
 def has_layers(model: Path, targets: Sequence[str]) -> bool:
@@ -175,8 +130,6 @@ def _is_transformed(layer: str, config: Mapping[str, object]) -> bool:
 
 def merge(model: Path, adapter: Adapter, folder: Path) -> Path:
     """Write a copy of ``model`` into ``folder`` with the adapter merged into its weights; return the folder."""
-    from safetensors.torch import load_file, save_file
-
     parts = load_file(adapter.path / "adapter_model.safetensors")
     copy_model(model, folder, without="*.safetensors")
     for file in sorted(model.glob("*.safetensors")):
@@ -196,8 +149,6 @@ def merge(model: Path, adapter: Adapter, folder: Path) -> Path:
 
 
 def _targets(model: Path, targets: Sequence[str] = _TARGETS) -> Mapping[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
     found: dict[str, torch.Tensor] = {}
     for file in sorted(model.glob("*.safetensors")):
         for name, tensor in load_file(file).items():

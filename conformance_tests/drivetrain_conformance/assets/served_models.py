@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections.abc import Mapping
 from enum import Enum
-from functools import cache
 from pathlib import Path
+from typing import Any, Final
 
 from drivetrain.testing import tiny_model
 
@@ -28,6 +29,26 @@ class ModelKind(Enum):
     """A sequence classifier with one output."""
 
 
+_TINY: Final[Mapping[ModelKind, tuple[str, Mapping[str, Any]]]] = {
+    ModelKind.TEXT: ("qwen2", {}),
+    ModelKind.MOE: ("qwen3_moe", {}),
+    ModelKind.LARGE: (
+        "qwen2",
+        {
+            "hidden_size": 1024,
+            "intermediate_size": 4096,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "initializer_range": 0.05,
+        },
+    ),
+    ModelKind.VISION: ("qwen2_5_vl", {}),
+    ModelKind.AUDIO: ("qwen2_audio", {}),
+}
+"""Architectures of the tiny models, and what differs from :func:`tiny_model`'s own sizes."""
+
+
 class Models:
     """Provides the model folders of one run; :meth:`close` removes those that it wrote.
 
@@ -47,20 +68,42 @@ class Models:
         dtype: str = "float32",
         layers: int | None = None,
     ) -> None:
-        self._given = {ModelKind.TEXT: text, ModelKind.MOE: moe, ModelKind.VISION: vision}
+        given = {ModelKind.TEXT: text, ModelKind.MOE: moe, ModelKind.VISION: vision}
+        self._given = {kind: folder for kind, folder in given.items() if folder is not None}
+        self._paths = dict(self._given)
         self.dtype = dtype
         """Dtype of the tiny models' weights."""
-        self._layers = layers
+        self._layers = {} if layers is None else {"num_hidden_layers": layers}
         self._folder = Path(tempfile.mkdtemp(prefix="drivetrain-conformance-"))
         self._others: dict[tuple[Path, int], Path] = {}
 
     def path(self, kind: ModelKind) -> Path:
         """Return the folder of the model of this kind."""
-        return self._given.get(kind) or _tiny(kind, self.dtype, self._layers)
+        if kind not in self._paths:
+            self._paths[kind] = self._reward_model() if kind is ModelKind.REWARD else self._tiny(kind)
+        return self._paths[kind]
+
+    def _tiny(self, kind: ModelKind) -> Path:
+        architecture, sizes = _TINY[kind]
+        return tiny_model(architecture, dtype=self.dtype, **(self._layers if kind is ModelKind.TEXT else sizes))
+
+    def _reward_model(self) -> Path:
+        """Write a tiny Qwen2 with a score of one output instead of a language model's head."""
+        import torch
+        from transformers import AutoConfig, Qwen2ForSequenceClassification
+
+        text, folder = tiny_model("qwen2", dtype=self.dtype), self._folder / "reward"
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            config = AutoConfig.from_pretrained(text, num_labels=1)
+            Qwen2ForSequenceClassification(config).to(getattr(torch, self.dtype)).save_pretrained(folder)
+        for file in text.glob("tokenizer*"):
+            shutil.copy(file, folder)
+        return folder
 
     def is_given(self, kind: ModelKind) -> bool:
         """Return True if the model of this kind is the caller's, not a tiny one of random weights."""
-        return self._given.get(kind) is not None
+        return kind in self._given
 
     def with_other_weights(self, model: Path, seed: int = 1) -> Path:
         """Return a copy of ``model`` with every weight changed; the same folder for the same arguments."""
@@ -77,56 +120,6 @@ class Models:
     def close(self) -> None:
         """Remove the folders that were written."""
         shutil.rmtree(self._folder, ignore_errors=True)
-
-
-@cache
-def _tiny(kind: ModelKind, dtype: str, layers: int | None) -> Path:
-    match kind:
-        case ModelKind.TEXT if layers is not None:
-            return tiny_model("qwen2", dtype=dtype, num_hidden_layers=layers)
-        case ModelKind.TEXT:
-            return tiny_model("qwen2", dtype=dtype)
-        case ModelKind.MOE:
-            return tiny_model("qwen3_moe", dtype=dtype)
-        case ModelKind.LARGE:
-            return tiny_model(
-                "qwen2",
-                dtype=dtype,
-                hidden_size=1024,
-                intermediate_size=4096,
-                num_hidden_layers=4,
-                num_attention_heads=16,
-                num_key_value_heads=16,
-                initializer_range=0.05,
-            )
-        case ModelKind.REWARD:
-            return _reward_model(dtype)
-        case ModelKind.VISION:
-            return tiny_model("qwen2_5_vl", dtype=dtype)
-        case ModelKind.AUDIO:
-            return tiny_model("qwen2_audio", dtype=dtype)
-
-
-def _reward_model(dtype: str) -> Path:
-    """Make a tiny Qwen2 with a score of one output instead of a language model's head."""
-    import torch
-    from transformers import AutoConfig, Qwen2ForSequenceClassification
-
-    text = tiny_model("qwen2", dtype=dtype)
-    folder = text.with_name(f"{text.name}-reward")
-    if not (folder / "config.json").is_file():
-        building = Path(tempfile.mkdtemp(prefix=".building-", dir=folder.parent))
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            config = AutoConfig.from_pretrained(text, num_labels=1)
-            Qwen2ForSequenceClassification(config).to(getattr(torch, dtype)).save_pretrained(building)
-        for file in text.glob("tokenizer*"):
-            shutil.copy(file, building)
-        try:
-            building.rename(folder)
-        except OSError:  # another process made it first
-            shutil.rmtree(building)
-    return folder
 
 
 def copy_model(model: Path, folder: Path, *, without: str) -> None:

@@ -18,15 +18,14 @@ from drivetrain.types.modes import PauseMode
 from drivetrain.types.outputs import Completion
 from drivetrain.types.sampling import SamplingParams
 from drivetrain_conformance.assertions.same_answers import check_same
-from drivetrain_conformance.assertions.weight_checks import from_disk
 from drivetrain_conformance.assets.served_models import ModelKind
+from drivetrain_conformance.assets.weight_sources import from_disk
 from drivetrain_conformance.harness.case import case
 from drivetrain_conformance.harness.testbench import Bench, NoOracle
 from drivetrain_conformance.harness.time_limits import within
 from drivetrain_conformance.references.oracle import HiddenStatesOracle
 
 _STATES: Final = SamplingParams(max_new_tokens=8, temperature=0, return_hidden_states=True)
-_FREEZES: Final = {Capability.PAUSE_IN_PLACE: PauseMode.IN_PLACE, Capability.PAUSE_RETRACT: PauseMode.RETRACT}
 _EXPERTS: Final = SamplingParams(max_new_tokens=8, temperature=0, return_routed_experts=True)
 _BOTH: Final = _EXPERTS.model_copy(update={"return_prompt_routed_experts": True})
 
@@ -92,7 +91,7 @@ async def _check_freezes(bench: Bench) -> None:
     prompts, asking = bench.prompts(2), bench.long(250, return_hidden_states=True)
     params = [asking.model_copy(update={"return_hidden_states": False}), asking]
     whole = (await bench.engine.generate(prompts, params)).completions
-    for mode in (mode for needed, mode in _FREEZES.items() if bench.claims(needed)):
+    for mode in bench.freezes():
         async with bench.in_flight(prompts, params) as task:
             await bench.engine.pause_generation(mode)
             await bench.engine.continue_generation()
@@ -202,7 +201,7 @@ async def experts_of_the_prompt_are_whole_however_it_is_read(bench: Bench) -> No
         assert completion.routed_experts is None, "only the prompt's experts were asked for"
         _check_prompt(bench, completion)
     assert output.completions[-1].prompt_routed_experts is None, "only the output's experts were asked for"
-    freezes = [mode for needed, mode in _FREEZES.items() if bench.claims(needed)]
+    freezes = bench.freezes()
     aborted = [(mode, True) for mode in (None, *freezes) if bench.claims(Capability.ABORT)]
     for mode, is_aborted in [(None, False), *((mode, False) for mode in freezes), *aborted]:
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-from hypothesis import given, seed
+from hypothesis import given
 from hypothesis import strategies as st
 
+from drivetrain.engine.pause_and_sleep import PAUSE_CAPABILITY
 from drivetrain.text.tokenizer import REPLACEMENT
 from drivetrain.types.capability import Capability
 from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain.types.sampling import SamplingParams
 from drivetrain_conformance.assets.made_adapters import Adapter, make_adapter, merge
 from drivetrain_conformance.engine_model.actions import (
-    PAUSES,
     Abort,
     AbortAll,
     Action,
@@ -34,9 +34,10 @@ from drivetrain_conformance.engine_model.actions import (
 from drivetrain_conformance.engine_model.contract import InFlight
 from drivetrain_conformance.engine_model.expected_answers import ADAPTER, Fields
 from drivetrain_conformance.engine_model.mixed_fields import Repeats, check_honoured
-from drivetrain_conformance.engine_model.random_history import Checker, prepare, property_settings
-from drivetrain_conformance.engine_model.strategies import AbortPoint, Batch, batches
+from drivetrain_conformance.engine_model.random_history import Checker, prepare
+from drivetrain_conformance.engine_model.strategies import AbortPoint, Batch, batches, lasting_batches
 from drivetrain_conformance.harness.case import case
+from drivetrain_conformance.harness.random_property import random_property
 from drivetrain_conformance.harness.testbench import Bench, ordinary_ids
 
 _KV_CACHE = frozenset({MemoryTag.KV_CACHE})
@@ -188,22 +189,17 @@ def _honours_random_requests(
     """
     engine = bench.engine
     ids = ordinary_ids(engine)
-    calls = batches(
-        ids,
-        engine.capabilities,
-        chat=bool(engine.tokenizer.inner.chat_template),
-        stops=_letters(bench) if lasting is None else (),
-        lasting=lasting,
-    )
     repeats = Repeats()
-    modes: list[PauseMode | None] = [mode for capability, mode in PAUSES.items() if bench.claims(capability)]
-    if lasting is not None:
-        modes = [mode for mode in modes if mode in (PauseMode.IN_PLACE, PauseMode.RETRACT)]
-    if lasting is None or not modes:
-        modes.append(None)
+    modes: list[PauseMode | None]
+    if lasting is None:
+        chat = bool(engine.tokenizer.inner.chat_template)
+        calls = batches(ids, engine.capabilities, chat=chat, stops=_letters(bench))
+        modes = [*(mode for mode, needed in PAUSE_CAPABILITY.items() if bench.claims(needed)), None]
+    else:
+        calls = lasting_batches(ids, engine.capabilities, *lasting)
+        modes = [*bench.freezes()] or [None]
 
-    @seed(bench.seed)
-    @property_settings(max(1, examples))
+    @random_property(max(1, examples), bench.seed)
     @given(calls, st.booleans() if bench.claims(Capability.STREAMING) else st.just(False), st.sampled_from(modes))
     def hold(batch: Batch, streamed: bool, pause: PauseMode | None) -> None:
         bench.run(check_honoured(bench, batch, repeats, streamed=streamed, pause=pause, lora=lora, model=model))

@@ -9,13 +9,13 @@ import numpy as np
 
 from drivetrain.engine.validation import MODE_CAPABILITY
 from drivetrain.types.capability import Capability
-from drivetrain.types.outputs import Completion, FinishReason, TopLogprobs
+from drivetrain.types.outputs import Completion, FinishReason
 from drivetrain.types.sampling import DisallowedTokens, LogprobsMode, SamplingParams, TemperatureSchedule
 from drivetrain_conformance.assertions.common_checks import ending_prompt
 from drivetrain_conformance.assertions.same_answers import check_prefix, check_same
 from drivetrain_conformance.harness.case import case
 from drivetrain_conformance.harness.testbench import Bench
-from drivetrain_conformance.references.oracle import Logits, log_softmax, possible_ranks
+from drivetrain_conformance.references.oracle import check_top, log_softmax, possible_ranks
 from drivetrain_conformance.references.reference_sampling import steps, with_effective_filters
 
 _TEMPERATURES: Final = (0.0, 0.5, 1.0, 1.7, 0.03)
@@ -342,18 +342,11 @@ async def _check_top(bench: Bench, mode: LogprobsMode) -> None:
         for step, top, token, own in zip(
             rows, completion.top_logprobs, completion.token_ids, completion.logprobs, strict=True
         ):
-            match mode:
-                case LogprobsMode.RAW:
-                    expected = step.raw
-                case LogprobsMode.TEMPERATURE:
-                    expected = step.tempered
-                case LogprobsMode.PROCESSED:
-                    expected = step.processed
             point_mass = mode is LogprobsMode.PROCESSED and one.temperature == 0
             if point_mass:
                 assert top == [(token, 0.0)]
                 continue
-            _assert_top(top, expected, one.logprobs, tolerance)
+            check_top(top, step.logprobs(mode), one.logprobs, tolerance)
             if token in dict(top):
                 assert abs(dict(top)[token] - own) <= tolerance, "a token has two logprobs"
 
@@ -391,7 +384,7 @@ async def prompt_logprobs_name_the_likely_tokens(bench: Bench) -> None:
         rows = log_softmax(bench.oracle().logits(completion.prompt_token_ids))
         for found, row in zip(top[1:], rows, strict=False):
             assert found is not None
-            _assert_top(found, row, 3, bench.tolerance())
+            check_top(found, row, 3, bench.tolerance())
 
 
 @case(Capability.PROMPT_RANKS, Capability.PROMPT_LOGPROBS)
@@ -471,7 +464,7 @@ async def scoring_names_the_likely_tokens(bench: Bench) -> None:
         completion.prompt_top_logprobs[1:], log_softmax(bench.oracle().logits(sequence)), strict=False
     ):
         assert found is not None
-        _assert_top(found, row, 4, bench.tolerance())
+        check_top(found, row, 4, bench.tolerance())
 
 
 @case(Capability.SCORE_TOKENS, Capability.PROMPT_LOGPROBS, Capability.LOGPROBS_RAW)
@@ -525,18 +518,6 @@ def _assert_prompt_logprobs(bench: Bench, completion: Completion) -> None:
         assert abs(value - row[token]) <= bench.tolerance(), (
             f"the logprob of prompt token {at} is {value:.5f}; the reference says {row[token]:.5f}"
         )
-
-
-def _assert_top(found: TopLogprobs, row: Logits, count: int, tolerance: float) -> None:
-    """Assert that ``found`` are the ``count`` most likely tokens of ``row``, most likely first."""
-    ids = [token for token, _ in found]
-    values = [value for _, value in found]
-    assert len(set(ids)) == len(ids), f"a token is named twice: {found}"
-    assert values == sorted(values, reverse=True), f"not in order: {found}"
-    best = np.sort(row[row > -np.inf])[::-1][:count]
-    assert len(found) == len(best), f"expected {len(best)} tokens, got {len(found)}"
-    assert _worst(values, best.tolist()) <= tolerance, f"expected logprobs {best.round(4).tolist()}, got {found}"
-    assert _worst(values, row[ids].tolist()) <= tolerance, f"the tokens named do not have these logprobs: {found}"
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:

@@ -32,9 +32,9 @@ from drivetrain.types.capability import Capability
 from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain.types.outputs import Completion
 from drivetrain.types.sampling import ActionMask, LogprobsMode, SamplingParams
-from drivetrain.types.weights import LoraSource, WeightUpdateRequest
+from drivetrain.types.weights import LoraSource, LoraTensors, WeightUpdateRequest
 from drivetrain_conformance.assertions.event_loop_stalls import check_it_runs
-from drivetrain_conformance.assertions.memory_use import COUNTED, check_steady, descriptors_of, held_by, threads_of
+from drivetrain_conformance.assertions.memory_use import COUNTED, check_steady, counted_of, held_by
 from drivetrain_conformance.assertions.refusals import refused
 from drivetrain_conformance.assertions.same_answers import check_greedy, check_same
 from drivetrain_conformance.assertions.saved_models import check_saved
@@ -44,7 +44,6 @@ from drivetrain_conformance.assets.made_adapters import (
     has_layers,
     make_adapter,
     merge,
-    pushed_unchecked,
     tensors_in,
 )
 from drivetrain_conformance.assets.served_models import ModelKind, Models
@@ -57,6 +56,12 @@ from drivetrain_conformance.harness.time_limits import until_ended
 from drivetrain_conformance.references.oracle import HiddenStatesOracle, log_softmax
 from drivetrain_conformance.references.reference_sampling import steps
 from drivetrain_weight_sync import AdapterTensors, LoraSync, Strategy
+from drivetrain_weight_sync.copying.digest import digests
+from drivetrain_weight_sync.copying.plan import make_plan
+from drivetrain_weight_sync.tensors.dtypes import spec_of
+from drivetrain_weight_sync.transports.base import Sender
+from drivetrain_weight_sync.transports.in_process import InProcessSender
+from drivetrain_weight_sync.transports.shared_memory import SharedMemorySender
 
 if TYPE_CHECKING:
     import torch
@@ -272,9 +277,7 @@ async def an_adapter_holds_in_streams_pauses_and_sleeps(bench: Bench) -> None:
         await _check_eos_is_ignored(bench)
         batch, streamed = field_batch(bench), bench.claims(Capability.STREAMING)
         await check_honoured(bench, batch, Repeats(), streamed=streamed, lora="a", model=made.merged)
-        for needed, mode in _FREEZING.items():
-            if not bench.claims(needed):
-                continue
+        for mode in bench.freezes():
             async with bench.in_flight(prompts, bench.long(250), lora="a") as task:
                 await engine.pause_generation(mode)
                 await engine.continue_generation()
@@ -289,12 +292,6 @@ async def an_adapter_holds_in_streams_pauses_and_sleeps(bench: Bench) -> None:
             await engine.load_weights_from_disk(str(bench.model), engine.get_weight_version())
         _assert_made_by(bench, await _answers(bench, prompts, "a"), made)
         _assert_made_by(bench, await _answers(bench, prompts, None), None)
-
-
-_FREEZING: Final = {
-    Capability.PAUSE_IN_PLACE: PauseMode.IN_PLACE,
-    Capability.PAUSE_RETRACT: PauseMode.RETRACT,
-}
 
 
 async def _check_prompt_logprobs(bench: Bench, prompt: list[int], made: _Made) -> None:
@@ -461,7 +458,7 @@ async def every_setting_is_honoured_or_refused(bench: Bench) -> None:
     """An adapter's scales, ranks and layers are those of its configuration; a field with another effect is refused.
 
     A refusal names the field, and the base serves on unchanged. Mend it where the backend loads an adapter:
-    ``drivetrain_weight_sync.receiver.lora_adapters.read_adapter`` checks a folder, and ``PlainAdapters`` folds ranks
+    ``drivetrain_weight_sync.receiver.lora_adapters`` reads and checks a folder, and ``PlainAdapters`` folds ranks
     and scales in.
     """
     prompts = bench.prompts(2)
@@ -712,10 +709,11 @@ async def what_is_no_adapter_is_refused(bench: Bench) -> None:
             await bench.engine.load_lora_adapter("a", str(path))
         with refused(InvalidRequest, field="lora"):
             await _answers(bench, bench.prompts(1), "a")
-        held.append((threads_of(bench.engine), descriptors_of(bench.engine)))
+        held.append(counted_of(bench.engine))
         for part in path.iterdir() if path.is_dir() else ():
             assert not (part.is_fifo() and is_waited_for(part)), f"a thread waits in open() for {what}"
-    for what, counts in zip(("threads", "descriptors"), zip(*held, strict=True), strict=True):
+    for what in ("threads", "descriptors"):
+        counts = [one[what] for one in held]
         # A pool occasionally adds a few. A leak adds one with every refusal.
         assert counts[-1] - counts[0] < len(counts) - 1, f"{what} grow while adapters are refused: {counts}"
     _assert_made_by(bench, await _answers(bench, bench.prompts(1), None), None)
@@ -760,9 +758,8 @@ async def an_adapter_whose_unload_is_given_up_is_served(bench: Bench) -> None:
         await pausing
         await engine.continue_generation()
         _assert_made_by(bench, await _answers(bench, bench.prompts(2), "a"), made)
-        for needed, mode in {Capability.PAUSE_WAIT: PauseMode.WAIT, **_FREEZING}.items():
-            if bench.claims(needed):
-                await _check_a_request_at_the_gate(bench, made, mode)
+        for mode in (*[PauseMode.WAIT] * bench.claims(Capability.PAUSE_WAIT), *bench.freezes()):
+            await _check_a_request_at_the_gate(bench, made, mode)
 
 
 async def _check_a_request_at_the_gate(bench: Bench, made: _Made, mode: PauseMode) -> None:
@@ -970,7 +967,7 @@ async def an_adapter_refused_as_tensors_leaves_the_old_one(bench: Bench) -> None
         version = engine.get_weight_version()
 
         async def refuse(name: str, adapter: AdapterTensors, kind: type[DrivetrainError], what: str) -> None:
-            async with pushed_unchecked(engine, name, adapter) as request:
+            async with _pushed_unchecked(engine, name, adapter) as request:
                 with refused(kind, otherwise=f"an adapter with {what} is taken as tensors"):
                     await engine.update_named_weights(request)
 
@@ -1007,7 +1004,7 @@ async def an_adapter_refused_as_tensors_leaves_the_old_one(bench: Bench) -> None
 
 async def _check_digests(bench: Bench, given: AdapterTensors) -> None:
     """Check that a tensor that is not what was sent is named, and that digests of all tensors must be given."""
-    async with pushed_unchecked(bench.engine, "a", given) as request:
+    async with _pushed_unchecked(bench.engine, "a", given) as request:
         name = next(iter(given.tensors))
         with refused(WeightVerifyFailed, naming=name, otherwise="a tensor of an adapter that is not what was sent"):
             await bench.engine.update_named_weights(with_another_digest(request, name))
@@ -1025,7 +1022,7 @@ async def _check_calls_given_up(bench: Bench, made: _Made) -> None:
         begun = time.monotonic()
         async with _loaded(bench, b=made):
             took = min(took, time.monotonic() - begun)
-    async with pushed_unchecked(engine, "kept", tensors_in(kept.adapter.path)) as request:
+    async with _pushed_unchecked(engine, "kept", tensors_in(kept.adapter.path)) as request:
         await engine.update_named_weights(request)
     for moment in range(_MOMENTS):
         await _given_up(engine.load_lora_adapter("b", made.path), took * moment / _MOMENTS)
@@ -1059,11 +1056,11 @@ async def _check_requests_in_flight(bench: Bench, made: _Made, newer: _Made) -> 
     engine, prompts, adapter = bench.engine, bench.prompts(2), tensors_in(newer.adapter.path)
     async with bench.in_flight(prompts, bench.long(200, ignore_eos=True), lora="a") as flying:
         for mode in (PauseMode.RETRACT, PauseMode.IN_PLACE):
-            async with pushed_unchecked(engine, "a", adapter, mode) as request:
+            async with _pushed_unchecked(engine, "a", adapter, mode) as request:
                 with in_time(flying), refused(EngineBusy, naming="2 requests"):
                     await engine.update_named_weights(request)
         _assert_made_by(bench, await _answers(bench, prompts, "a"), made)
-        async with pushed_unchecked(engine, "a", adapter) as request:
+        async with _pushed_unchecked(engine, "a", adapter) as request:
             pushing = asyncio.create_task(engine.update_named_weights(request))
             arriving = asyncio.create_task(_answers(bench, prompts, "a"))
             await pushing
@@ -1088,12 +1085,11 @@ async def the_base_is_updated_beneath_an_adapter(bench: Bench) -> None:
     together = _Made(made.adapter, merge(new_base, made.adapter, bench.folder("merged")))
     async with _loaded(bench, a=made):
         before = await _answers(bench, prompts, "a")
-        for needed, mode in _FREEZING.items():
-            if bench.claims(needed):
-                async with bench.in_flight(prompts, bench.long(250), lora="a") as task:
-                    # The same weights, so that one model has made all tokens.
-                    await bench.engine.load_weights_from_disk(str(bench.model), f"again-{mode.value}", mode=mode)
-                    _assert_made_by(bench, (await task).completions, made)
+        for mode in bench.freezes():
+            async with bench.in_flight(prompts, bench.long(250), lora="a") as task:
+                # The same weights, so that one model has made all tokens.
+                await bench.engine.load_weights_from_disk(str(bench.model), f"again-{mode.value}", mode=mode)
+                _assert_made_by(bench, (await task).completions, made)
         await bench.engine.load_weights_from_disk(str(new_base), "new-base")
         after = await _answers(bench, prompts, "a")
         await _check_eos_is_ignored(bench)
@@ -1106,3 +1102,26 @@ async def the_base_is_updated_beneath_an_adapter(bench: Bench) -> None:
     _assert_made_by(bench, after, together)
     for completion in plain:
         check_greedy(bench, completion, model=new_base)
+
+
+@asynccontextmanager
+async def _pushed_unchecked(
+    engine: InferenceEngine, name: str, adapter: AdapterTensors, mode: PauseMode = PauseMode.WAIT
+) -> AsyncGenerator[WeightUpdateRequest, None]:
+    """Put an adapter where the engine can read it, without the trainer's checks; yield the request to load it."""
+    sender: Sender = InProcessSender() if engine.supports(Capability.WEIGHTS_IN_PROCESS) else SharedMemorySender()
+    plan = make_plan(spec_of(name, tensor) for name, tensor in adapter.tensors.items())
+    try:
+        sender.begin(plan)
+        for tensor_name, tensor in adapter.tensors.items():
+            sender.put(tensor_name, tensor, held=True)
+        yield WeightUpdateRequest(
+            version="unchecked",
+            source=sender.source(),
+            plan=plan,
+            digests=digests(adapter.tensors),
+            mode=mode,
+            lora=LoraTensors(lora_name=name, config=dict(adapter.config)),
+        )
+    finally:
+        sender.close()

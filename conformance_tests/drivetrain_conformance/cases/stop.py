@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
-from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from drivetrain.errors import InvalidRequest
@@ -19,6 +19,7 @@ from drivetrain_conformance.assertions.common_checks import agrees_with_referenc
 from drivetrain_conformance.assertions.refusals import refused
 from drivetrain_conformance.assertions.stop_texts import (
     TOKENS,
+    Fields,
     expressions,
     free_samples,
     letter_ids,
@@ -26,8 +27,10 @@ from drivetrain_conformance.assertions.stop_texts import (
     plain,
     samples_of_spanning_characters,
     spanning_characters,
+    stop_params,
 )
 from drivetrain_conformance.harness.case import case
+from drivetrain_conformance.harness.random_property import random_property
 from drivetrain_conformance.harness.testbench import Bench, ordinary_ids
 
 _FORCE: Final = 100.0
@@ -41,8 +44,6 @@ _MANY: Final = 20
 _MOST: Final = 1500
 """Stop token ids beside the one that matches: engines may have room for 128 or 1024."""
 _KEEP: Final = {"include_stop_str_in_output": st.booleans()}
-
-Fields = Mapping[str, object]
 
 
 # Stop token ids ------------------------------------------------------------------------------------------------------
@@ -423,7 +424,7 @@ async def each_sample_stops_by_itself(bench: Bench) -> None:
     runs = await free_samples(bench, 4)
     fields: list[Fields] = [{"n": 3, "stop": bench.rng.choice(pieces(run.text, 1, 2))} for run in runs[:2]]
     fields += [{}, {"stop": runs[0].text, "n": 2}]
-    params = [_params(own) for own in fields]
+    params = [stop_params(own) for own in fields]
     output = await bench.engine.generate([run.prompt_token_ids for run in runs], params)
     assert [len(group) for group in output.by_prompt()] == [3, 3, 1, 2]
     for run, own, group in zip(runs, params, output.by_prompt(), strict=True):
@@ -465,8 +466,7 @@ def any_stop_strings_agree_with_the_reference(bench: Bench) -> None:
     stops = st.lists(st.one_of(st.sampled_from(parts), near), min_size=1, max_size=4)
     asked = st.tuples(st.sampled_from(runs), st.fixed_dictionaries({"stop": stops, **_KEEP}))
 
-    @seed(bench.seed)
-    @_settings(bench)
+    @random_property(bench.profile.examples, bench.seed)
     @given(st.lists(asked, min_size=1, max_size=3))
     def agrees(asked: list[tuple[Completion, Fields]]) -> None:
         bench.run(_check(bench, [(run, {"max_new_tokens": 16, **fields}) for run, fields in asked]))
@@ -500,8 +500,7 @@ def any_stops_agree_with_the_reference(bench: Bench) -> None:
     }
     asked = st.tuples(st.sampled_from(runs), st.fixed_dictionaries({**stops, **_KEEP}))
 
-    @seed(bench.seed)
-    @_settings(bench)
+    @random_property(bench.profile.examples, bench.seed)
     @given(st.lists(asked, min_size=1, max_size=3))
     def agrees(asked: list[tuple[Completion, Fields]]) -> None:
         bench.run(_check(bench, [(run, {**bias, **fields}) for run, fields in asked]))
@@ -512,29 +511,12 @@ def any_stops_agree_with_the_reference(bench: Bench) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _params(fields: Fields) -> SamplingParams:
-    given = {"temperature": 0, "max_new_tokens": TOKENS, **fields}
-    if not given.get("stop") and not given.get("stop_regex"):
-        given.pop("include_stop_str_in_output", None)
-    return SamplingParams.model_validate(given)
-
-
 async def _check(bench: Bench, asked: Sequence[tuple[Completion, Fields]]) -> list[tuple[Completion, SamplingParams]]:
     """Repeat each request with stops, compare with the reference, and return the completions and their params."""
-    params = [_params(fields) for _, fields in asked]
+    params = [stop_params(fields) for _, fields in asked]
     output = await bench.engine.generate([run.prompt_token_ids for run, _ in asked], params)
     answers = zip((run for run, _ in asked), params, output.completions, strict=True)
     return [(completion, own) for run, own, completion in answers if agrees_with_reference(bench, run, own, completion)]
-
-
-def _settings(bench: Bench) -> settings:
-    return settings(
-        max_examples=bench.profile.examples,
-        deadline=None,
-        database=None,
-        report_multiple_bugs=False,
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
-    )
 
 
 def _never(bench: Bench, run: Completion) -> list[int]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Final
 
-from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from drivetrain.engine.engine import InferenceEngine
@@ -23,27 +23,24 @@ from drivetrain_conformance.assertions.refusals import refused
 from drivetrain_conformance.assertions.same_answers import check_same
 from drivetrain_conformance.assertions.stop_texts import (
     TOKENS,
+    Fields,
     expressions,
     free_samples,
     letter_ids,
     pieces,
     samples_of_spanning_characters,
+    stop_params,
 )
 from drivetrain_conformance.harness.case import case
+from drivetrain_conformance.harness.random_property import random_property
 from drivetrain_conformance.harness.testbench import Bench, check_held, in_time
 from drivetrain_conformance.harness.time_limits import until_ended, within
 from drivetrain_conformance.references.reference_stops import Ending
-
-Fields = Mapping[str, object]
 
 _PATIENCE: Final = 0.3
 """A timeout, in seconds, long enough for a few tokens and too short for many."""
 _LOOKS: Final = 6
 """Streams that are looked at after their first chunk; on a busy machine one may have ended by then."""
-_FREEZES: Final = {
-    PauseMode.IN_PLACE: Capability.PAUSE_IN_PLACE,
-    PauseMode.RETRACT: Capability.PAUSE_RETRACT,
-}
 _STREAMS: Final = 6
 """Streams that are frozen together. Each begins after the one before, so that an engine that shows tokens in groups
 has shown all tokens of all of them only by chance."""
@@ -138,9 +135,8 @@ async def tokens_come_while_others_are_generated(bench: Bench) -> None:
     else:
         raise AssertionError("the first chunk came when all was generated")
     if bench.claims(Capability.ABORT):
-        for mode, capability in _FREEZES.items():
-            if bench.claims(capability):
-                await _check_frozen_streams_show_every_token(bench, mode)
+        for mode in bench.freezes():
+            await _check_frozen_streams_show_every_token(bench, mode)
 
 
 async def _check_frozen_streams_show_every_token(bench: Bench, mode: PauseMode) -> None:
@@ -314,14 +310,7 @@ def a_stream_with_any_stops_agrees_with_the_reference(bench: Bench) -> None:
     more = {"include_stop_str_in_output": st.booleans(), "min_new_tokens": st.integers(0, least)}
     asked = st.tuples(st.sampled_from(runs), st.fixed_dictionaries({**stops, **more}))
 
-    @seed(bench.seed)
-    @settings(
-        max_examples=bench.profile.examples,
-        deadline=None,
-        database=None,
-        report_multiple_bugs=False,
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
-    )
+    @random_property(bench.profile.examples, bench.seed)
     @given(st.lists(asked, min_size=1, max_size=3))
     def agrees(asked: list[tuple[Completion, Fields]]) -> None:
         bench.run(_check_stops(bench, [(run, {**bias, **fields}) for run, fields in asked]))
@@ -538,14 +527,7 @@ async def _check_stops(bench: Bench, asked: Sequence[tuple[Completion, Fields]])
     """Stream each sample again with stops, and compare with the reference applied to the unstopped one."""
     alternatives = bench.claims(Capability.TOP_LOGPROBS) and bench.claims(Capability.LOGPROBS_TEMPERATURE)
     extra: Fields = {"logprobs": 2} if alternatives else {}
-    params = [_params({**fields, **extra}) for _, fields in asked]
+    params = [stop_params({**fields, **extra}) for _, fields in asked]
     heard = await _listen(bench, [run.prompt_token_ids for run, _ in asked], params)
     for index, ((free, _), own) in enumerate(zip(asked, params, strict=True)):
         agrees_with_reference(bench, free, own, heard[index, 0].completion)
-
-
-def _params(fields: Fields) -> SamplingParams:
-    given = {"temperature": 0, "max_new_tokens": TOKENS, **fields}
-    if not given.get("stop") and not given.get("stop_regex"):
-        given.pop("include_stop_str_in_output", None)
-    return SamplingParams.model_validate(given)

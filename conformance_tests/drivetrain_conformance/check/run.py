@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import datetime
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Final
 
 from drivetrain.create import create_engine
 from drivetrain.engine.engine import InferenceEngine
+from drivetrain.engine.pause_and_sleep import SLEEP_CAPABILITY
 from drivetrain.engine.states import EngineState
 from drivetrain.errors import DrivetrainError, InvalidConfig, UnsupportedCapability
 from drivetrain.types.capability import Capability
@@ -23,6 +23,7 @@ from drivetrain_conformance.check.comparison import Comparison
 from drivetrain_conformance.check.prompt_set import make_prompts
 from drivetrain_conformance.check.reference import Reference, device_for, require_transformers
 from drivetrain_conformance.check.report import FORMAT, CheckReport, CheckRow, Outcome
+from drivetrain_conformance.harness.report_files import today
 from drivetrain_conformance.harness.verdict import describe
 
 LONG_PROMPT: Final = 1024
@@ -108,7 +109,7 @@ async def check_engine(
         reference=check.described_reference,
         claims={one.value: check.engine.supports(one) for one in _SHOWN},
         versions=dict(check.engine.versions),
-        date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+        date=today(),
         seconds=round(time.monotonic() - begun, 1),
         rows=check.rows,
     )
@@ -330,15 +331,10 @@ class _Check:
 
     async def _slept(self) -> Seen:
         engine = self.engine
-        tags = {
-            MemoryTag.WEIGHTS: Capability.SLEEP_WEIGHTS,
-            MemoryTag.KV_CACHE: Capability.SLEEP_KV_CACHE,
-            MemoryTag.CUDA_GRAPH: Capability.SLEEP_CUDA_GRAPH,
-        }
         come_back = engine.config.sleep_keeps_weights or len(self._labels) > 1  # weights that sleep are pushed again
         slept = [
             tag
-            for tag, capability in tags.items()
+            for tag, capability in SLEEP_CAPABILITY.items()
             if engine.supports(capability) and (come_back or tag is not MemoryTag.WEIGHTS)
         ]
         if not slept and engine.supports(Capability.SLEEP_WEIGHTS):

@@ -11,6 +11,7 @@ from typing import Final
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
+from drivetrain.engine.pause_and_sleep import PAUSE_CAPABILITY
 from drivetrain.types.capability import Capability
 from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain_conformance.engine_model.contract import InFlight
@@ -155,12 +156,6 @@ class Family(Enum):
     UPDATES = "updates"
 
 
-PAUSES: Final[Mapping[Capability, PauseMode]] = {
-    Capability.PAUSE_ABORT: PauseMode.ABORT,
-    Capability.PAUSE_WAIT: PauseMode.WAIT,
-    Capability.PAUSE_IN_PLACE: PauseMode.IN_PLACE,
-    Capability.PAUSE_RETRACT: PauseMode.RETRACT,
-}
 _SLEEPS: Final[Mapping[Capability, MemoryTag]] = {
     Capability.SLEEP_KV_CACHE: MemoryTag.KV_CACHE,
     Capability.SLEEP_CUDA_GRAPH: MemoryTag.CUDA_GRAPH,
@@ -236,7 +231,7 @@ class _Steps:
 
     @property
     def modes(self) -> SearchStrategy[PauseMode]:
-        return st.sampled_from([mode for capability, mode in PAUSES.items() if capability in self.capabilities])
+        return st.sampled_from([mode for mode, needed in PAUSE_CAPABILITY.items() if needed in self.capabilities])
 
     def requests(self, long: SearchStrategy[bool]) -> SearchStrategy[Action]:
         streamed = st.booleans() if Capability.STREAMING in self.capabilities else st.just(False)

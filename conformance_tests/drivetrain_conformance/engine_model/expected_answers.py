@@ -39,9 +39,6 @@ class Style(Enum):
     SEEDED = "seeded"
     """Drawn with a seed, while the temperature rises with the tokens generated so far."""
 
-    def __repr__(self) -> str:
-        return str(self)
-
 
 _PENALTIES: Final = {
     "repetition_penalty": (Capability.REPETITION_PENALTY, 1.3),

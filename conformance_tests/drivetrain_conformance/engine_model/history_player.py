@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from enum import Enum
 from itertools import count
+from pathlib import Path
 from typing import Final
 
 from drivetrain.engine.engine import InferenceEngine
-from drivetrain.errors import WeightTransferFailed
+from drivetrain.engine.weight_transaction import WeightTransaction
+from drivetrain.errors import EngineStateError, WeightTransferFailed
 from drivetrain.types.capability import Capability
 from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain.types.outputs import FinishReason
-from drivetrain.types.sampling import SamplingParams
+from drivetrain_conformance.assets.weight_sources import from_disk, tensors_of
 from drivetrain_conformance.engine_model.actions import (
     LONG,
     PLAIN,
@@ -36,26 +39,18 @@ from drivetrain_conformance.engine_model.actions import (
 )
 from drivetrain_conformance.engine_model.contract import Contract, Fate, InFlight, Refusal, Request, Ruling, Weights
 from drivetrain_conformance.engine_model.expected_answers import ADAPTER, Answers, End, Fields, params_of
-from drivetrain_conformance.engine_model.replay import (
-    Live,
-    ended,
-    from_disk,
-    load,
-    look,
-    proceed,
-    push,
-    refused,
-    settle,
-    start,
-)
-from drivetrain_conformance.engine_model.replay_script import Script
-from drivetrain_conformance.engine_model.strategies import AbortPoint
+from drivetrain_conformance.engine_model.live_requests import Live, proceed, settle
+from drivetrain_conformance.engine_model.replay_script import script_of
+from drivetrain_conformance.engine_model.strategies import AbortPoint, WeightPlanChoice, shuffled
 from drivetrain_conformance.harness.testbench import until_idle
 from drivetrain_conformance.harness.time_limits import within
+from drivetrain_weight_sync import WeightSync
 
 SHORT: Final = 4
 """Length of a request that ends soon, in tokens."""
 _DRAIN_SECONDS: Final = 30.0
+_IN_THE_PIPE: Final = 32
+"""Tokens of a frozen request that may still arrive, because they were made before it was frozen."""
 _RECOVERIES: Final[Mapping[PauseMode, frozenset[Capability]]] = {
     PauseMode.RETRACT: frozenset({Capability.PAUSE_RETRACT, Capability.WEIGHT_UPDATE_IN_FLIGHT_RETRACT}),
     PauseMode.IN_PLACE: frozenset({Capability.PAUSE_IN_PLACE, Capability.WEIGHT_UPDATE_IN_FLIGHT_IN_PLACE}),
@@ -63,16 +58,17 @@ _RECOVERIES: Final[Mapping[PauseMode, frozenset[Capability]]] = {
 """Modes of an update that keep requests in flight, with the capabilities that each needs."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Asked:
     """A request that the engine has admitted."""
 
     live: Live
-    variable: str
     tokens: int
     samples: int
     streamed: bool
     fields: Fields
+    frozen_at: int | None = None
+    """Number of tokens that its stream had brought when it was frozen; None if it is not frozen."""
 
 
 _numbers: Final = count()
@@ -104,20 +100,17 @@ class Player:
         self._prompts = prompts
         self._contract = contract or contract_of(engine)
         self._number = next(_numbers)
+        self._step_name = "the beginning"
         self._requests: dict[str, _Asked] = {}
         self._taken: set[str] = set()
         self._begun: set[str] = set()
         """Requests that must have made a token, as a later request has been answered."""
         self._updates = 0
-        config = engine.config.model_dump(mode="json", exclude_unset=True, exclude={"backend", "model"})
-        self._script = Script(
-            prompts, len(answers.folders), config, answers.tolerance, answers.styles, adapted=bool(answers.adapted)
-        )
         self.raced: list[bool] = []
         """For each long request aborted while it ran: True if it nevertheless came back whole."""
 
     async def play(self, history: History) -> None:
-        """Play the history. A failure carries the script that reproduces it as a note.
+        """Play the history. A failure carries its step, and the script that reproduces it, as notes.
 
         Raises:
             AssertionError: the engine broke the contract.
@@ -129,16 +122,18 @@ class Player:
                 await self._step(action)
             await self._finish(history.ending)
         except Exception as error:
-            error.add_note(f"This script reproduces it:\n\n{self._script.text(error)}")
+            error.add_note(f"It failed at {self._step_name}.")
+            script = script_of(error, history, self._engine, self._answers, self._prompts)
+            error.add_note(f"This script reproduces it:\n\n{script}")
             raise
         finally:
             for asked in self._requests.values():
                 await asked.live.drop()
 
     async def _step(self, action: Action) -> None:
+        self._step_name = str(action)
         await self._observe()
         before = self._contract
-        self._script.add("", f"# {action}")
         match action:
             case Generate(prompt, long, samples, streamed, fields):
                 await self._generate(prompt, LONG if long else SHORT, samples, streamed, fields)
@@ -149,17 +144,15 @@ class Player:
             case Abort(which, point):
                 await self._abort(which, point)
             case AbortAll():
-                await self._do(self._contract.abort(None), "engine.abort_generation()", self._engine.abort_generation)
+                await self._do(self._contract.abort(None), self._engine.abort_generation)
             case Pause(mode):
                 await self._pause(mode)
             case Continue():
-                ruling = self._contract.continue_generation()
-                await self._do(ruling, "engine.continue_generation()", self._engine.continue_generation)
+                await self._do(self._contract.continue_generation(), self._engine.continue_generation)
             case Sleep(tags, in_flight):
                 await self._sleep(tags, in_flight)
             case WakeUp(tags):
-                ruling = self._contract.wake_up(tags)
-                await self._do(ruling, f"engine.wake_up({_names(tags)})", lambda: self._engine.wake_up(tags))
+                await self._do(self._contract.wake_up(tags), lambda: self._engine.wake_up(tags))
             case Update() | BrokenUpdate():
                 self._updates += 1
                 await self._update(action, f"update-{self._updates}")
@@ -178,13 +171,13 @@ class Player:
             await self._step(Update(0, mode))
         if self._contract.paused:
             await self._step(Continue())
+        self._step_name = "the end"
         for name in self._contract.under_way():
             await self._await_end(name)
         if self._contract.version != self._answers.original:
             await self._update(Update(0), self._answers.original)
         await self._look()
         assert self._contract.state == "ready", f"the history leaves the engine {self._contract.state}"
-        self._script.add("await until_idle(engine)")
         await until_idle(self._engine)
 
     # Observing ---------------------------------------------------------------------------------------------------
@@ -194,97 +187,80 @@ class Player:
         done = [name for name in self._contract.under_way() if self._requests[name].live.done]
         for name in done:
             if self._contract.requests[name].fate is Fate.RUNNING:
-                await self._await_end(name)  # it has come back; in a replay it may take longer
+                await self._await_end(name)
             else:
                 await self._look()
 
     async def _settle(self, before: Contract) -> None:
         """Check the requests that must come back because of this step, or that ended just before it."""
-        in_flight = [self._requests[name] for name in self._contract.in_flight()]
-        self._script.add(f"await settle({', '.join(['engine', *(asked.variable for asked in in_flight)])})")
-        await settle(self._engine, *(asked.live for asked in in_flight))
+        await settle(self._engine, *(self._requests[name].live for name in self._contract.in_flight()))
         for name in self._contract.having(Fate.FROZEN):
             if self._requests[name].live.done and before.requests[name].fate is Fate.RUNNING:
                 self._contract = self._contract.ended_by_itself(name)
         for name, request in self._contract.requests.items():
             if not request.under_way and name not in self._taken:
-                await self._take(name, by_now=request.fate is Fate.DONE)
+                if request.fate is Fate.DONE:
+                    assert self._requests[name].live.done, "a request that must have run to its end has not come back"
+                await self._take(name)
 
     async def _await_end(self, name: str) -> None:
         self._contract = self._contract.ended_by_itself(name)
-        await self._take(name, by_now=False)
+        await self._take(name)
 
-    async def _take(self, name: str, *, by_now: bool) -> None:
-        """Check a request that has ended against the contract and its expected answer."""
+    async def _take(self, name: str) -> None:
+        """Wait for a request to come back, and check each of its samples against its expected answer."""
         asked, request = self._requests[name], self._contract.requests[name]
-        end = _end(request)
-        arguments = [asked.variable, "answers", str(asked.tokens), f"End.{end.name}", str(list(request.versions))]
-        stale = sorted(request.stale)
-        least = int(name in self._begun)
-        arguments += [f"stale={stale}"] * bool(stale) + [f"samples={asked.samples}"] * (asked.samples > 1)
-        arguments += [f"least={least}"] * bool(least) + [f"fields={asked.fields}"] * (asked.fields != PLAIN)
-        self._script.add(f"await ended({', '.join(arguments + ['by_now=True'] * by_now)})")
         self._taken.add(name)
-        completions = await ended(
-            asked.live,
-            self._answers,
-            asked.tokens,
-            end,
-            request.versions,
-            stale,
-            samples=asked.samples,
-            fields=asked.fields,
-            least=least,
-            by_now=by_now,
-        )
+        completions, end = await asked.live.result(), _end(request)
+        assert [completion.sample_index for completion in completions] == list(range(asked.samples))
+        # Samples end one by one: some may have ended by themselves before the request was frozen and then aborted.
+        of_each = End.ABORTED_OR_WHOLE if end is End.ABORTED and asked.samples > 1 else end
+        if end is End.ABORTED:
+            assert any(completion.finish_reason is FinishReason.ABORT for completion in completions), (
+                "it was aborted while it was frozen, and every sample ended by itself"
+            )
+        for completion in completions:
+            self._answers.check(
+                completion, asked.tokens, of_each, request.versions, sorted(request.stale), asked.fields
+            )
+            assert completion.token_ids or name not in self._begun, "it had made a token, and came back with []"
         if end is End.ABORTED_OR_WHOLE and asked.tokens == LONG:
             self.raced += [completion.finish_reason is not FinishReason.ABORT for completion in completions]
 
     async def _look(self) -> None:
-        contract = self._contract
-        by_fate = {fate: [self._requests[n] for n in contract.having(fate)] for fate in _STANDING}
-        shown = "".join(
-            f", {fate.value}=[{', '.join(asked.variable for asked in found)}]"
-            for fate, found in by_fate.items()
-            if found
+        """Assert that the engine reports the contract's state, and that waiting and frozen requests do not progress."""
+        engine, contract = self._engine, self._contract
+        state, paused, version = engine.state.value, engine.is_paused, engine.get_weight_version()
+        assert state == contract.state, f"the engine is {state}, where it must be {contract.state}"
+        assert paused is contract.is_paused, f"is_paused is {paused}, where it must be {contract.is_paused}"
+        assert version == contract.version, f"the weight version is {version!r}, where it must be {contract.version!r}"
+        running, waiting, frozen = (
+            [self._requests[name] for name in contract.having(fate)]
+            for fate in (Fate.RUNNING, Fate.WAITING, Fate.FROZEN)
         )
-        where = f"state={contract.state!r}, version={contract.version!r}, paused={contract.is_paused}"
-        self._script.add(f"await look(engine, {where}{shown})")
-        await look(
-            self._engine,
-            state=contract.state,
-            version=contract.version,
-            paused=contract.is_paused,
-            running=[asked.live for asked in by_fate[Fate.RUNNING]],
-            frozen=[asked.live for asked in by_fate[Fate.FROZEN]],
-            waiting=[asked.live for asked in by_fate[Fate.WAITING]],
-        )
+        for asked in running:
+            asked.frozen_at = None
+        for asked in waiting:
+            assert not asked.live.done, "a request that waits has ended"
+            assert asked.live.seen == 0, f"a request that waits has made {asked.live.seen} tokens"
+        for asked in frozen:
+            assert not asked.live.done, "a frozen request has ended"
+            asked.frozen_at = asked.live.seen if asked.frozen_at is None else asked.frozen_at
+            made = asked.live.seen - asked.frozen_at
+            assert made <= _IN_THE_PIPE, f"a frozen request made {made} tokens"
+        # Give a frozen request that wrongly continues a moment to show it.
+        await asyncio.sleep(0.002 if frozen or waiting else 0)
 
     # Acting ------------------------------------------------------------------------------------------------------
 
-    async def _do(self, ruling: Ruling, code: str, call: Callable[[], Awaitable[None]], *, target: str = "") -> bool:
+    async def _do(self, ruling: Ruling, call: Callable[[], Awaitable[None]]) -> bool:
         """Make a call, check its result against the contract's rule, and return True if the engine accepted it."""
-        refusal, at = ruling.refusal, len(self._script.lines)
-        if refusal is not None and not refusal.unless_ended:
-            with self._script.block(_refused(refusal)):
-                self._script.add(f"await {code}")
-            with refused(refusal.error, refusal.state):
-                async with within(code):
-                    await call()
-            return False
-        self._script.add(f"{target}await {code}")
-        try:
-            async with within(code):
+        with _as_ruled(ruling.refusal):
+            async with within(self._step_name):
                 await call()
-        except Exception as error:
-            if refusal is None or not isinstance(error, refusal.error):
-                raise
-            del self._script.lines[at:]
-            with self._script.block(_refused(refusal)):
-                self._script.add(f"await {code}")
-            return False
-        self._contract = ruling.after
-        return True
+            self._contract = ruling.after
+            return True
+        return False
 
     async def _generate(
         self, prompt: int, tokens: int, samples: int, streamed: bool, fields: Fields = PLAIN
@@ -292,25 +268,21 @@ class Player:
         """Make a request; return its name if it was admitted."""
         # Each id begins with all earlier ones, so an abort by prefix would end others too.
         name = "r" * (len(self._requests) + 1)
-        variable = f"r{len(self._requests) + 1}"
-        stops = self._answers.stops(self._prompts[prompt], fields)
-        params = params_of(self._engine, tokens, samples, fields, stops)
-        lora = ADAPTER if fields.lora else None
-        method = "generate_stream" if streamed else "generate"
-        more = f", lora={lora!r}" * fields.lora + f", priority={fields.priority}" * bool(fields.priority)
-        code = f"engine.{method}(PROMPTS[{prompt}], {_code(params)}, request_ids=[{name!r}]{more})"
-        token_ids, ids = list(self._prompts[prompt]), [self._id(name)]
+        params = params_of(self._engine, tokens, samples, fields, self._answers.stops(self._prompts[prompt], fields))
+        token_ids, ids, lora = list(self._prompts[prompt]), [self._id(name)], ADAPTER if fields.lora else None
         made: list[Live] = []
 
         async def begin() -> None:
             call = self._engine.generate_stream if streamed else self._engine.generate
-            asked = call(token_ids, params, request_ids=ids, lora=lora, priority=fields.priority)
-            made.append(await start(self._engine, asked))
+            live = Live(call(token_ids, params, request_ids=ids, lora=lora, priority=fields.priority))
+            await settle(self._engine)
+            if live.done:
+                await live.result()  # raises the refusal
+            made.append(live)
 
-        ruling = self._contract.generate(name)
-        if not await self._do(ruling, f"start(engine, {code})", begin, target=f"{variable} = "):
+        if not await self._do(self._contract.generate(name), begin):
             return None
-        self._requests[name] = _Asked(made[0], variable, tokens, samples, streamed, fields)
+        self._requests[name] = _Asked(made[0], tokens, samples, streamed, fields)
         return name
 
     async def _ask(self) -> None:
@@ -322,10 +294,7 @@ class Player:
 
     async def _proceed(self, names: Sequence[str], tokens: int) -> None:
         running = [self._requests[name] for name in names if self._requests[name].streamed]
-        if running:
-            shown = ", ".join(asked.variable for asked in running)
-            self._script.add(f"await proceed({shown}, tokens={tokens})")
-            await proceed(*(asked.live for asked in running), tokens=tokens)
+        await proceed(*(asked.live for asked in running), tokens=tokens)
 
     async def _abort(self, which: int, point: AbortPoint) -> None:
         under_way = self._contract.under_way()
@@ -338,86 +307,57 @@ class Player:
             elif point.tokens:
                 await self._ask()
             await self._observe()
-        ruling = self._contract.abort(name)
-        await self._do(ruling, f"engine.abort({name!r})", lambda: self._engine.abort(self._id(name)))
+        await self._do(self._contract.abort(name), lambda: self._engine.abort(self._id(name)))
 
     async def _pause(self, mode: PauseMode) -> None:
-        ruling, code = self._contract.pause(mode), f"engine.pause_generation({mode.value!r})"
-        await self._do(ruling, code, lambda: self._engine.pause_generation(mode))
+        await self._do(self._contract.pause(mode), lambda: self._engine.pause_generation(mode))
 
     async def _sleep(self, tags: frozenset[MemoryTag], in_flight: InFlight) -> None:
         abort, drain = in_flight is InFlight.ABORT, 0.0
         if in_flight is InFlight.DRAIN:
             # Frozen requests never end, so a short timeout is enough.
             drain = 0.02 if self._contract.having(Fate.FROZEN) else _DRAIN_SECONDS
-        code = f"engine.sleep({_names(tags)}, abort_first={abort}, drain_timeout={drain})"
         ruling = self._contract.sleep(tags, in_flight)
-        await self._do(ruling, code, lambda: self._engine.sleep(tags, abort_first=abort, drain_timeout=drain))
+        await self._do(ruling, lambda: self._engine.sleep(tags, abort_first=abort, drain_timeout=drain))
 
     async def _update(self, action: Update | BrokenUpdate, version: str) -> None:
         self._answers.made_by[version] = action.weights
-        self._script.add(f"answers.made_by[{version!r}] = {action.weights}")
-        ruling, at = self._contract.begin_update(action.mode), len(self._script.lines)
-        refusal = ruling.refusal
+        ruling, folder = self._contract.begin_update(action.mode), self._answers.folders[action.weights]
         if isinstance(action, Update) and action.source is Source.MEMORY:
-            await self._push(action, version)
-        elif refusal is not None and not refusal.unless_ended:
-            with self._script.block(_refused(refusal)), refused(refusal.error, refusal.state):
-                await self._load(action, version, ruling)
-        else:
-            try:
-                await self._load(action, version, ruling)
-            except Exception as error:
-                if refusal is None or not isinstance(error, refusal.error):
-                    raise
-                del self._script.lines[at:]
-                with self._script.block(_refused(refusal)), self._script.block(_opening(action, version)):
-                    self._script.add("await load(update)")
+            whole = replace(ruling, after=ruling.after.commit_update(version))
+            await self._do(whole, lambda: _push(self._engine, folder, version, action.mode, action.plan))
+            return
+        with _as_ruled(ruling.refusal):
+            async with within("a weight update"):
+                if isinstance(action, BrokenUpdate):
+                    await self._break(action, folder, version, ruling)
+                else:
+                    await self._load(action, folder, version, ruling)
 
-    async def _push(self, action: Update, version: str) -> None:
-        """Update by WeightSync."""
-        begun = self._contract.begin_update(action.mode)
-        ruling = replace(begun, after=begun.after.commit_update(version))
-        folder, plan, mode = self._answers.folders[action.weights], action.plan, action.mode
-        code = f"push(engine, folders[{action.weights}], {version!r}, {mode.value!r}, plan={plan})"
-        await self._do(ruling, code, lambda: push(self._engine, folder, version, mode, plan=plan))
+    async def _break(self, action: BrokenUpdate, folder: Path, version: str, ruling: Ruling) -> None:
+        """Begin an update from disk, and fail in the middle."""
+        with _as_ruled(Refusal(WeightTransferFailed)):
+            async with self._engine.weight_update(from_disk(folder, version, mode=action.mode)) as update:
+                self._contract = ruling.after
+                await _load_share(update, 0.0, action.loaded)
+                raise _TrainerFailed
+        self._contract = self._contract.break_update()
 
-    async def _load(self, action: Update | BrokenUpdate, version: str, ruling: Ruling) -> None:
+    async def _load(self, action: Update, folder: Path, version: str, ruling: Ruling) -> None:
         """Update from disk, bucket by bucket, with the action's event in the middle."""
-        request = from_disk(self._answers.folders[action.weights], version, action.mode)
-        async with within("a weight update"):
-            if isinstance(action, BrokenUpdate):
-                broken = Refusal(WeightTransferFailed)
-                with self._script.block(_refused(broken)), self._script.block(_opening(action, version)):
-                    self._script.add(f"await load(update, 0.0, {action.loaded})")
-                    with refused(broken.error):
-                        async with self._engine.weight_update(request) as update:
-                            self._contract = ruling.after
-                            await load(update, 0.0, action.loaded)
-                            self._script.add('raise RuntimeError("the trainer failed")')
-                            raise _TrainerFailed
-                self._contract = self._contract.break_update()
-                return
-            order = action.plan.order
-            with self._script.block(_opening(action, version)):
-                self._script.add(f"await load(update, 0.0, 0.5, order={order})")
-                async with self._engine.weight_update(request) as update:
-                    self._contract = ruling.after
-                    await load(update, 0.0, 0.5, order=order)
-                    if action.meanwhile is Meanwhile.REQUEST:
-                        await self._generate(0, SHORT, 1, streamed=False)
-                    elif action.meanwhile is Meanwhile.PAUSE:
-                        await self._pause(action.mode)
-                    self._script.add(f"await load(update, 0.5, 1.0, order={order})")
-                    await load(update, 0.5, 1.0, order=order)
-            self._contract = self._contract.commit_update(version)
+        async with self._engine.weight_update(from_disk(folder, version, mode=action.mode)) as update:
+            self._contract = ruling.after
+            await _load_share(update, 0.0, 0.5, action.plan.order)
+            if action.meanwhile is Meanwhile.REQUEST:
+                await self._generate(0, SHORT, 1, streamed=False)
+            elif action.meanwhile is Meanwhile.PAUSE:
+                await self._pause(action.mode)
+            await _load_share(update, 0.5, 1.0, action.plan.order)
+        self._contract = self._contract.commit_update(version)
 
     def _id(self, name: str) -> str:
         """Return a request id that no other history uses, as an engine may remember ids."""
         return f"history-{self._number}-{name}"
-
-
-_STANDING: Final = (Fate.RUNNING, Fate.FROZEN, Fate.WAITING)
 
 
 def contract_of(engine: InferenceEngine) -> Contract:
@@ -429,6 +369,22 @@ def contract_of(engine: InferenceEngine) -> Contract:
     )
 
 
+@contextmanager
+def _as_ruled(refusal: Refusal | None) -> Iterator[None]:
+    """Require the block to be refused or accepted as the contract says."""
+    try:
+        yield
+    except Exception as error:
+        if refusal is None or not isinstance(error, refusal.error):
+            raise
+        state = error.state if isinstance(error, EngineStateError) else None
+        assert refusal.state in (None, state), f"refused for state {state!r}, where it is {refusal.state!r}"
+    else:
+        if refusal is not None and not refusal.unless_ended:
+            in_state = f" ({refusal.state})" if refusal.state else ""
+            raise AssertionError(f"accepted, where {refusal.error.__name__} must refuse{in_state}")
+
+
 def _end(request: Request) -> End:
     if request.fate is Fate.DONE:
         return End.WHOLE
@@ -437,21 +393,16 @@ def _end(request: Request) -> End:
     return End.ABORTED_OR_WHOLE if request.raced else End.ABORTED
 
 
-def _refused(refusal: Refusal) -> str:
-    state = "" if refusal.state is None else f", {refusal.state!r}"
-    return f"with refused({refusal.error.__name__}{state}):"
+async def _load_share(update: WeightTransaction, begin: float, end: float, order: int = 0) -> None:
+    """Load a share of an update's buckets, one by one, in the order that ``order`` determines."""
+    indices = shuffled(range(update.buckets), order)
+    for index in indices[round(begin * len(indices)) : round(end * len(indices))]:
+        await update.load([index])
 
 
-def _opening(action: Update | BrokenUpdate, version: str) -> str:
-    request = f"from_disk(folders[{action.weights}], {version!r}, {action.mode.value!r})"
-    return f"async with engine.weight_update({request}) as update:"
-
-
-def _names(tags: frozenset[MemoryTag]) -> str:
-    return str(sorted(tag.value for tag in tags))
-
-
-def _code(params: SamplingParams) -> str:
-    fields = params.model_dump(include=params.model_fields_set)
-    shown = {name: value.value if isinstance(value, Enum) else value for name, value in fields.items()}
-    return f"SamplingParams({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+async def _push(engine: InferenceEngine, folder: Path, version: str, mode: PauseMode, plan: WeightPlanChoice) -> None:
+    """Update from tensors of this process, by the fastest strategy that the engine claims."""
+    tensors = await asyncio.to_thread(tensors_of, folder)
+    source = {name: tensors[name] for name in shuffled(sorted(tensors), plan.order)}
+    async with WeightSync.connect(source, engine, mode=mode, bucket_bytes=plan.bucket_bytes, cast=True) as sync:
+        await sync.push(version=version)

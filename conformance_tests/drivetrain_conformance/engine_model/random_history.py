@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from hypothesis import HealthCheck, Phase, given, reject, seed, settings
+from hypothesis import given, reject
 from hypothesis.strategies import SearchStrategy
 
 from drivetrain.engine.engine import InferenceEngine
@@ -28,6 +28,7 @@ from drivetrain_conformance.engine_model.actions import LONG, Action, History, h
 from drivetrain_conformance.engine_model.contract import Contract
 from drivetrain_conformance.engine_model.expected_answers import Answers, styles_of
 from drivetrain_conformance.engine_model.history_player import SHORT, Player
+from drivetrain_conformance.harness.random_property import random_property
 from drivetrain_conformance.harness.testbench import Bench, NoOracle, Runs, until_idle
 from drivetrain_conformance.harness.time_limits import Hangs
 from drivetrain_conformance.references.oracle import Oracle
@@ -124,8 +125,7 @@ class Checker:
         """Play ``examples`` random histories of up to ``steps`` steps; raise the failure of the shortest that fails."""
         can_abort = Capability.ABORT in self.engine.capabilities
 
-        @seed(seeded_by)
-        @property_settings(examples)
+        @random_property(examples, seeded_by)
         @given(histories(step, steps, can_abort=can_abort))
         def holds(history: History) -> None:
             if time.monotonic() > self._shrinks_until:
@@ -155,17 +155,3 @@ class Checker:
         except Exception as failed:
             self._shrinks_until = 0
             error.add_note(f"The engine could not be restored: {type(failed).__name__}: {failed}")
-
-
-def property_settings(examples: int) -> settings:
-    """Return settings for a property of a live engine: no deadline, no database, one failure, shrunk."""
-    return settings(
-        max_examples=examples,
-        deadline=None,
-        database=None,
-        derandomize=False,
-        print_blob=False,
-        report_multiple_bugs=False,
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
-        phases=(Phase.generate, Phase.shrink),
-    )

@@ -1,62 +1,58 @@
-"""Write a history as a program that reproduces a failure."""
+"""Write a program that reproduces the failure of a history."""
 
 from __future__ import annotations
 
+import dataclasses
 import textwrap
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from enum import Enum
 from typing import Final
 
-from drivetrain_conformance.engine_model.actions import LONG
-from drivetrain_conformance.engine_model.expected_answers import Style
+from drivetrain.engine.engine import InferenceEngine
+from drivetrain_conformance.engine_model.actions import LONG, History
+from drivetrain_conformance.engine_model.expected_answers import Answers
 
 
-@dataclass(slots=True)
-class Script:
-    """The program so far."""
+def script_of(
+    error: BaseException,
+    history: History,
+    engine: InferenceEngine,
+    answers: Answers,
+    prompts: Sequence[Sequence[int]],
+) -> str:
+    """Return a program that plays ``history`` on an engine like ``engine``, whose expected answers it records first."""
+    first = f"{type(error).__name__}: {error}".splitlines()[0].replace("\\", "\\\\").replace('"""', "'''")
+    config = engine.config.model_dump(mode="json", exclude_unset=True, exclude={"backend", "model"})
+    others = ", ".join(f"models.with_other_weights(Path(MODEL), {seed})" for seed in range(1, len(answers.folders)))
+    return _SCRIPT.format(
+        error=textwrap.shorten(first, 300),
+        prompts="".join(f"    {list(prompt)},\n" for prompt in prompts),
+        actions="".join(f"    {_code(action)},\n" for action in history.actions),
+        ending=_code(history.ending),
+        config="".join(f", {name}={value!r}" for name, value in config.items()),
+        folders=f"[{', '.join(filter(None, ['Path(MODEL)', others]))}]",
+        tolerance=answers.tolerance,
+        styles=_code(tuple(answers.styles)),
+        adapter=textwrap.indent(_ADAPTER, " " * 8) if answers.adapted else "",
+        adapted=", adapted=adapted" if answers.adapted else "",
+        long=LONG,
+    )
 
-    prompts: Sequence[Sequence[int]]
-    weight_sets: int
-    config: Mapping[str, object]
-    """Fields of the engine's configuration, except backend and model."""
-    tolerance: float
-    styles: Sequence[Style] = (Style.PLAIN,)
-    adapted: bool = False
-    """Requests may use an adapter."""
-    lines: list[str] = field(default_factory=list)
-    _depth: int = 0
 
-    def add(self, *lines: str) -> None:
-        """Append statements to ``main``."""
-        self.lines += [f"{'    ' * self._depth}{line}" for line in lines]
-
-    @contextmanager
-    def block(self, opening: str) -> Generator[None, None, None]:
-        """Open a block, in which statements added within are indented."""
-        self.add(opening)
-        self._depth += 1
-        try:
-            yield
-        finally:
-            self._depth -= 1
-
-    def text(self, error: BaseException) -> str:
-        """Return the whole program."""
-        first = f"{type(error).__name__}: {error}".splitlines()[0].replace("\\", "\\\\").replace('"""', "'''")
-        others = ", ".join(f"models.with_other_weights(Path(MODEL), {seed})" for seed in range(1, self.weight_sets))
-        return _SCRIPT.format(
-            error=textwrap.shorten(first, 300),
-            prompts=",\n    ".join(str(list(prompt)) for prompt in self.prompts),
-            config="".join(f", {name}={value!r}" for name, value in self.config.items()),
-            folders=f"[{', '.join(filter(None, ['Path(MODEL)', others]))}]",
-            tolerance=self.tolerance,
-            styles=list(self.styles),
-            adapter=textwrap.indent(_ADAPTER, " " * 8) if self.adapted else "",
-            adapted=", adapted=adapted" if self.adapted else "",
-            long=LONG,
-            body=textwrap.indent("\n".join(self.lines), " " * 8),
-        )
+def _code(value: object) -> str:
+    """Return the expression that makes an action, or a value in one."""
+    match value:
+        case Enum():
+            return f"{type(value).__name__}.{value.name}"
+        case tuple():
+            return f"({''.join(f'{_code(one)}, ' for one in value)})"
+        case frozenset():
+            return f"frozenset({_code(tuple(sorted(value, key=_code)))})"
+        case _ if dataclasses.is_dataclass(value):
+            given = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+            return f"{type(value).__name__}({', '.join(f'{name}={_code(one)}' for name, one in given.items())})"
+        case _:
+            return repr(value)
 
 
 _ADAPTER: Final = """\
@@ -75,36 +71,19 @@ import contextlib
 import sys
 from pathlib import Path
 
-from drivetrain import (
-    EngineBusy,
-    EngineStateError,
-    SamplingParams,
-    UnsupportedCapability,
-    WeightTransferFailed,
-    create_engine,
-)
+from drivetrain import create_engine
 from drivetrain_conformance.assets.made_adapters import make_adapter, merge
-from drivetrain_conformance.harness.testbench import until_idle
 from drivetrain_conformance.assets.served_models import Models
-from drivetrain_conformance.engine_model.expected_answers import ADAPTER, Answers, End, Fields, Style
+from drivetrain_conformance.engine_model.actions import *
+from drivetrain_conformance.engine_model.expected_answers import ADAPTER, Answers
+from drivetrain_conformance.engine_model.history_player import Player
 from drivetrain_conformance.references.oracle import TransformersOracle
-from drivetrain_conformance.engine_model.replay import (
-    ended,
-    from_disk,
-    load,
-    look,
-    proceed,
-    push,
-    refused,
-    settle,
-    start,
-)
-from drivetrain_conformance.engine_model.strategies import WeightPlanChoice
 
 BACKEND, MODEL = sys.argv[1:3]
 PROMPTS = [
-    {prompts},
-]
+{prompts}]
+ACTIONS = (
+{actions})
 
 
 async def main(models: Models) -> None:
@@ -113,7 +92,7 @@ async def main(models: Models) -> None:
 {adapter}        answers = await Answers.note(
             engine, folders, PROMPTS, {long}, oracle=TransformersOracle, tolerance={tolerance}, styles={styles}{adapted}
         )
-{body}
+        await Player(engine, answers, PROMPTS).play(History(ACTIONS, {ending}))
 
 
 with contextlib.closing(Models()) as models:

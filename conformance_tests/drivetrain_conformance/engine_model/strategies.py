@@ -134,8 +134,58 @@ _GRAMMARS: Final[tuple[tuple[Capability, StructuredOutput], ...]] = (
 )
 
 
-_DECISIVE: Final = frozenset({"top_k", "top_p", "min_p", "logit_bias", "structured_output"})
-"""Fields that may leave one token to draw, so that no seed matters, or end a request early."""
+_SELDOM: Final = (False, False, False, True)
+_OFTEN: Final = (False, True, True)
+"""Most requests set few fields; some set most, so that all pairs of fields meet."""
+_HEAT: Final = sometimes(numbers(0.25, 2.0), numbers(0.01, 100.0), 4)
+_LARGE_SEEDS: Final = st.integers(2**62, 2**63 - 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """A kind of random requests: how some fields are drawn, and which others are set more or less often."""
+
+    tokens: SearchStrategy[int]
+    samples: SearchStrategy[int]
+    temperatures: SearchStrategy[float]
+    seeds: SearchStrategy[int]
+    odds: SearchStrategy[Sequence[bool]]
+    """Drawn once for a request; each field is then set with these odds."""
+    always: frozenset[str] = frozenset()
+    """Fields that are set whenever the engine can honour them."""
+    seldom: frozenset[str] = frozenset()
+    """Fields that are set in one request of four."""
+    never: frozenset[str] = frozenset()
+    stops: Sequence[str] = ("", "", "", "strings", "expressions", "both")
+    """Kinds of text stops, of which one is drawn."""
+
+
+MIXED: Final = Kind(
+    tokens=sometimes(st.integers(1, 16) | st.just(16), counts(16, LONGEST)),
+    samples=st.integers(1, 3),
+    temperatures=st.just(0.0) | _HEAT,
+    seeds=_LARGE_SEEDS | st.integers(0, 3),
+    odds=st.sampled_from((_SELDOM, _OFTEN)),
+)
+"""Any mixture of fields."""
+
+
+def lasting(least: int, most: int) -> Kind:
+    """Return seeded requests of many fields that no stop ends, of ``least`` to ``most`` tokens.
+
+    Fields that may leave one token to draw, so that no seed matters, or end a request early, are seldom set.
+    """
+    return Kind(
+        tokens=counts(least, most),
+        samples=st.just(1),
+        temperatures=st.sampled_from((0.0, 1.0, 1.0)).flatmap(lambda warm: _HEAT if warm else st.just(0.0)),
+        seeds=_LARGE_SEEDS,
+        odds=st.just(_OFTEN),
+        always=frozenset({"seed", "ignore_eos"}),
+        seldom=frozenset({"top_k", "top_p", "min_p", "logit_bias", "structured_output"}),
+        never=frozenset({"stop_token_ids"}),
+        stops=("",),
+    )
 
 
 @st.composite
@@ -143,9 +193,7 @@ def sampling_params(
     draw: DrawFn,
     vocabulary: Sequence[int],
     capabilities: frozenset[Capability],
-    *,
-    tokens: tuple[int, int] = (1, 16),
-    lasting: bool = False,
+    kind: Kind = MIXED,
     stops: Sequence[str] = tuple("aeiou 012"),
 ) -> SamplingParams:
     """Draw params with any of the fields that the capabilities allow.
@@ -154,15 +202,12 @@ def sampling_params(
         draw: Given by hypothesis.
         vocabulary: Token ids that fields may name.
         capabilities: The engine's capabilities. A field that needs another one is never set.
-        tokens: Range of the usual max_new_tokens.
-        lasting: Draw tokens more often than not, with a seed, and end at no EOS, if the engine can do so.
+        kind: The kind of requests.
         stops: Parts of stop strings, best ones that the model is likely to write.
     """
     ids = st.sampled_from(vocabulary)
     fields: dict[str, Any] = {}
-    # Most requests set few fields; some set most, so that all pairs of fields meet.
-    few, many = (False, False, False, True), (False, True, True)
-    odds = many if lasting else draw(st.sampled_from((few, many)))
+    odds = draw(kind.odds)
 
     def always(field: str, values: SearchStrategy[Any], *needed: Capability) -> bool:
         """Set a field, if the engine claims the capabilities that it needs."""
@@ -172,26 +217,19 @@ def sampling_params(
         return True
 
     def maybe(field: str, values: SearchStrategy[Any], *needed: Capability) -> bool:
-        """Set a field as often as the request's odds say; rarely one that leaves little to chance, if it lasts."""
-        chosen: bool = draw(st.sampled_from(few if lasting and field in _DECISIVE else odds))
-        return chosen and always(field, values, *needed)
+        """Set a field as often as the kind of requests says."""
+        if field in kind.never:
+            return False
+        own = _SELDOM if field in kind.seldom else odds
+        return (field in kind.always or draw(st.sampled_from(own))) and always(field, values, *needed)
 
     if maybe("prompt_logprobs", st.integers(0, 3), Capability.PROMPT_LOGPROBS):
         maybe("return_prompt_ranks", st.just(True), Capability.PROMPT_RANKS)
     if Capability.SCORE_TOKENS in capabilities and draw(st.integers(0, 15)) == 15:
         return SamplingParams.model_validate({**fields, "max_new_tokens": 0})
-    if lasting:
-        fields["max_new_tokens"] = most = draw(counts(*tokens))
-    else:
-        usual = st.integers(*tokens) | st.just(tokens[1])
-        fields["max_new_tokens"] = most = draw(sometimes(usual, counts(tokens[1], LONGEST)))
-    fields["n"] = 1 if lasting else draw(st.integers(1, 3))
-    heat = sometimes(numbers(0.25, 2.0), numbers(0.01, 100.0), 4)
-    fields["temperature"] = temperature = draw(
-        st.sampled_from((0.0, 1.0, 1.0)).flatmap(lambda warm: heat if warm else st.just(0.0))
-        if lasting
-        else st.just(0.0) | heat
-    )
+    fields["max_new_tokens"] = most = draw(kind.tokens)
+    fields["n"] = draw(kind.samples)
+    fields["temperature"] = temperature = draw(kind.temperatures)
     maybe("skip_special_tokens", st.just(False))
     modes = [mode for mode, capability in MODE_CAPABILITY.items() if capability in capabilities]
     wants_logprobs: bool = draw(st.booleans())
@@ -202,11 +240,7 @@ def sampling_params(
     maybe("return_routed_experts", st.just(True), Capability.ROUTED_EXPERTS)
     maybe("return_prompt_routed_experts", st.just(True), Capability.PROMPT_ROUTED_EXPERTS)
     maybe("return_sampling_mask", st.just(True), Capability.SAMPLING_MASK)
-    large = st.integers(2**62, 2**63 - 1)
-    if lasting:
-        always("seed", large, Capability.SEED)
-    else:
-        maybe("seed", large | st.integers(0, 3), Capability.SEED)
+    maybe("seed", kind.seeds, Capability.SEED)
     maybe("top_k", st.integers(1, 8) | counts(1, len(vocabulary)), Capability.TOP_K)
     maybe("top_p", numbers(0.01, 1.0), Capability.TOP_P)
     maybe("min_p", st.just(0.0) | numbers(0.001, 1.0), Capability.MIN_P)
@@ -215,23 +249,20 @@ def sampling_params(
     if grammars and maybe("structured_output", st.sampled_from(grammars)):
         return SamplingParams.model_validate(fields)
     maybe("min_new_tokens", st.integers(0, most), Capability.MIN_NEW_TOKENS)
-    (always if lasting else maybe)("ignore_eos", st.just(True), Capability.IGNORE_EOS)
+    maybe("ignore_eos", st.just(True), Capability.IGNORE_EOS)
     maybe("repetition_penalty", sometimes(numbers(0.5, 2.0), numbers(0.1, 10.0), 4), Capability.REPETITION_PENALTY)
     maybe("frequency_penalty", signed(2.0), Capability.FREQUENCY_PENALTY)
     maybe("presence_penalty", signed(2.0), Capability.PRESENCE_PENALTY)
-    biases = sometimes(_few(ids), _many(vocabulary))
-    maybe("logit_bias", biases.flatmap(_biased), Capability.LOGIT_BIAS)
-    stopping = sometimes(_few(ids), _many(vocabulary))
-    if not lasting:
-        maybe("stop_token_ids", stopping, Capability.STOP_TOKEN_IDS)
+    some = sometimes(_few(ids), _many(vocabulary))
+    maybe("logit_bias", some.flatmap(_biased), Capability.LOGIT_BIAS)
+    maybe("stop_token_ids", some, Capability.STOP_TOKEN_IDS)
+    either = draw(st.sampled_from(kind.stops))
     strings = st.sampled_from(stops) | st.lists(st.sampled_from(stops), min_size=2, max_size=3).map("".join)
-    either: str = draw(st.sampled_from(("", "", "", "strings", "expressions", "both"))) if not lasting else ""
     stop = either in ("strings", "both") and always("stop", _few(strings), Capability.STOP_STRINGS)
     expressions = _few(st.sampled_from(_STOP_PATTERNS))
     stop_regex = either in ("expressions", "both") and always("stop_regex", expressions, Capability.STOP_REGEX)
     if stop or stop_regex:
         fields["include_stop_str_in_output"] = draw(st.booleans())
-    some = sometimes(_few(ids), _many(vocabulary))
     maybe("logit_processors", _processors(some, heated=temperature > 0), Capability.LOGIT_PROCESSORS)
     if any(
         isinstance(one, ActionMask) and set(one.allowed_token_ids) <= {*fields.get("stop_token_ids", ())}
@@ -290,23 +321,25 @@ def batches(
     *,
     chat: bool,
     stops: Sequence[str] = tuple("aeiou 012"),
-    lasting: tuple[int, int] | None = None,
 ) -> SearchStrategy[Batch]:
-    """Draw calls of several prompts of any kind, each with its own params; see :func:`sampling_params`.
-
-    With ``lasting``, requests make about as many tokens as this range says, and no stop ends them early. The last one
-    is another one again, with a seed of which one bit differs.
-    """
-    if lasting is not None:
-        lasts = sampling_params(ids, capabilities, tokens=lasting, lasting=True)
-        begins = token_prompts(ids, counts(1, LONGEST * 2 - lasting[1]))
-        calls = st.lists(st.tuples(begins, lasts), min_size=3, max_size=5)
-        return st.builds(_with_a_twin, calls, st.integers(0, 9) | st.integers(0, 62))
+    """Draw calls of several prompts of any kind, each with its own params; see :func:`sampling_params`."""
     params = sampling_params(ids, capabilities, stops=stops)
     pairs = st.lists(st.tuples(prompts(ids, chat=chat), params), min_size=1, max_size=4)
     crowds = st.lists(st.tuples(prompts(ids, chat=chat), params), min_size=2, max_size=2).map(lambda two: 12 * two)
-    drawn = sometimes(pairs, crowds, 24)
-    return drawn.map(_batch)
+    return sometimes(pairs, crowds, 24).map(_batch)
+
+
+def lasting_batches(
+    ids: Sequence[int], capabilities: frozenset[Capability], least: int, most: int
+) -> SearchStrategy[Batch]:
+    """Draw calls of several requests of the kind :func:`lasting`, and a twin of one of them.
+
+    The twin's seed differs in one bit.
+    """
+    lasts = sampling_params(ids, capabilities, lasting(least, most))
+    begins = token_prompts(ids, counts(1, LONGEST * 2 - most))
+    calls = st.lists(st.tuples(begins, lasts), min_size=3, max_size=5)
+    return st.builds(_with_a_twin, calls, st.integers(0, 9) | st.integers(0, 62))
 
 
 def _with_a_twin(calls: Sequence[tuple[Prompt, SamplingParams]], bit: int) -> Batch:
@@ -330,13 +363,21 @@ class WeightPlanChoice:
 
     bucket_bytes: int
     order: int = 0
-    """Order of the tensors, or of the buckets: 0 keeps it, other values seed a shuffle (``replay.shuffled``)."""
+    """Order of the tensors, or of the buckets: 0 keeps it, other values seed a shuffle (:func:`shuffled`)."""
 
 
 def weight_plans(total_bytes: int) -> SearchStrategy[WeightPlanChoice]:
     """Draw bucket sizes from a single byte (a layer always travels whole) to ``total_bytes``, in any order."""
     sizes = st.sampled_from([total_bytes, max(1, total_bytes // 3), 1]) | st.integers(1, total_bytes)
     return st.builds(WeightPlanChoice, bucket_bytes=sizes, order=st.integers(0, 2**16))
+
+
+def shuffled(items: Sequence[_T], order: int) -> list[_T]:
+    """Shuffle the items with the seed ``order``; 0 leaves them as they are."""
+    found = list(items)
+    if order:
+        random.Random(order).shuffle(found)
+    return found
 
 
 # Aborts --------------------------------------------------------------------------------------------------------------

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
+from drivetrain.errors import InvalidConfig
 from drivetrain.types.capability import Capability
 from drivetrain_conformance.assets.served_models import ModelKind
 
@@ -99,3 +100,31 @@ def case(
 def registered() -> Mapping[str, Case]:
     """Return every case whose module was imported, by id; see :func:`drivetrain_conformance.cases.all_cases`."""
     return _registry
+
+
+class Named(Protocol):
+    """A case of a backend or of routes."""
+
+    @property
+    def group(self) -> str: ...
+
+    @property
+    def id(self) -> str: ...
+
+
+_Named = TypeVar("_Named", bound=Named)
+
+
+def choose(cases: Sequence[_Named], groups: Collection[str] | None, ids: Collection[str] | None) -> list[_Named]:
+    """Return the cases that are in these groups and have these ids; without them all.
+
+    Raises:
+        InvalidConfig: a group or a case does not exist.
+    """
+    known = dict.fromkeys(case.group for case in cases)
+    if unknown := set(groups or ()) - known.keys():
+        raise InvalidConfig(f"there is no group {min(unknown)!r}; groups: {', '.join(known)}", field="--group")
+    chosen = [case for case in cases if not groups or case.group in groups]
+    if unknown := set(ids or ()) - {case.id for case in chosen}:
+        raise InvalidConfig(f"there is no case {min(unknown)!r}; --list shows them", field="--case")
+    return [case for case in chosen if not ids or case.id in ids]

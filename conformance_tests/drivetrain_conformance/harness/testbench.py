@@ -12,16 +12,18 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from drivetrain.engine.engine import InferenceEngine
+from drivetrain.engine.pause_and_sleep import PAUSE_CAPABILITY
 from drivetrain.errors import DrivetrainError
 from drivetrain.types.capability import Capability
 from drivetrain.types.config import Isolation
+from drivetrain.types.modes import PauseMode
 from drivetrain.types.outputs import Completion, FinishReason, GenerationOutput
 from drivetrain.types.prompts import PromptLike
 from drivetrain.types.sampling import SamplingParams
 from drivetrain_conformance.assets.served_models import ModelKind, Models
 from drivetrain_conformance.harness.run_profile import Profile
 from drivetrain_conformance.harness.time_limits import until_ended, within
-from drivetrain_conformance.references.oracle import Logits, Oracle, RoundingOracle, log_softmax
+from drivetrain_conformance.references.oracle import Logits, Oracle, RoundingOracle, token_logprobs
 from drivetrain_conformance.references.tolerances import tolerance_of
 
 _T = TypeVar("_T")
@@ -101,6 +103,11 @@ class Bench:
         """Return True if the engine under test claims a capability. Use it to check more, never to expect less."""
         return self.engine.supports(capability)
 
+    def freezes(self, engine: InferenceEngine | None = None) -> list[PauseMode]:
+        """Return the claimed pause modes that freeze requests in flight."""
+        claims = (engine or self.engine).supports
+        return [mode for mode in (PauseMode.IN_PLACE, PauseMode.RETRACT) if claims(PAUSE_CAPABILITY[mode])]
+
     @property
     def is_hosted(self) -> bool:
         """True if the engine under test runs in a host process."""
@@ -154,8 +161,7 @@ class Bench:
         """Return the oracle's logprob of each token of a completion, after ``temperature``."""
         if not completion.token_ids:
             return []
-        rows = log_softmax(self.output_logits(completion, model) / temperature)
-        return [float(row[token]) for row, token in zip(rows, completion.token_ids, strict=True)]
+        return token_logprobs(self.output_logits(completion, model) / temperature, completion.token_ids)
 
     def tolerance(self, engine: InferenceEngine | None = None) -> float:
         """Return the allowed difference of a logprob from the oracle's, in nats, for the engine's dtype."""

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Final
 from unittest import mock
 
-from drivetrain.types.capability import Capability
 from drivetrain_conformance.mutants.registry import SpoilRank, spoiled_rank
 
 _PATH: Final = "PYTHONPATH"
@@ -82,11 +81,7 @@ class _Rank:
         return lambda *arguments: self._wrong(self._worker, name, lambda: method(*arguments))
 
 
-@spoiled_rank(
-    caught_by="parallel/layers_split_over_two_ranks",
-    says="nats below",
-    needs=Capability.TENSOR_PARALLEL,
-)
+@spoiled_rank(caught_by="parallel/layers_split_over_two_ranks", says="nats below")
 def has_a_shard_of_zeros(worker: Any, name: str, proceed: Proceed) -> Any:
     """One of the last parameters of the model is zeros on one rank."""
     if name == "gpus":
@@ -94,11 +89,7 @@ def has_a_shard_of_zeros(worker: Any, name: str, proceed: Proceed) -> Any:
     return proceed()
 
 
-@spoiled_rank(
-    caught_by="parallel/an_update_reaches_every_rank",
-    says="nats below",
-    needs=Capability.TENSOR_PARALLEL,
-)
+@spoiled_rank(caught_by="parallel/an_update_reaches_every_rank", says="nats below")
 def updates_one_rank_alone(worker: Any, name: str, proceed: Proceed) -> Any:
     """One rank verifies new weights, and goes on with its old ones."""
     parameters = list(worker.model.parameters())
@@ -111,21 +102,13 @@ def updates_one_rank_alone(worker: Any, name: str, proceed: Proceed) -> Any:
     return result
 
 
-@spoiled_rank(
-    caught_by="parallel/a_push_reaches_every_rank",
-    says=("nats below", "is not what was pushed"),
-    needs=Capability.TENSOR_PARALLEL,
-)
+@spoiled_rank(caught_by="parallel/a_push_reaches_every_rank", says=("nats below", "is not what was pushed"))
 def takes_a_push_on_one_rank_alone(worker: Any, name: str, proceed: Proceed) -> Any:
     """One rank verifies a push, and goes on with its old weights."""
     return updates_one_rank_alone(worker, name, proceed)
 
 
-@spoiled_rank(
-    caught_by="parallel/an_adapter_reaches_every_rank",
-    says="nats below",
-    needs=Capability.TENSOR_PARALLEL,
-)
+@spoiled_rank(caught_by="parallel/an_adapter_reaches_every_rank", says="nats below")
 def serves_an_adapter_on_one_rank_alone(worker: Any, name: str, proceed: Proceed) -> Any:
     """One rank's part of an adapter that comes as tensors is zeros."""
     result = proceed()
@@ -136,11 +119,7 @@ def serves_an_adapter_on_one_rank_alone(worker: Any, name: str, proceed: Proceed
     return result
 
 
-@spoiled_rank(
-    caught_by="parallel/every_rank_gives_its_memory_back",
-    says="the ranks differ after sleep",
-    needs=Capability.TENSOR_PARALLEL,
-)
+@spoiled_rank(caught_by="parallel/every_rank_gives_its_memory_back", says="the ranks differ after sleep")
 def stays_awake_on_one_rank(worker: Any, name: str, proceed: Proceed) -> Any:
     """One rank takes no notice of sleep."""
     if name != "sleep":
@@ -149,11 +128,7 @@ def stays_awake_on_one_rank(worker: Any, name: str, proceed: Proceed) -> Any:
     return None
 
 
-@spoiled_rank(
-    caught_by="parallel/every_rank_gives_its_memory_back",
-    says="the ranks gave [",
-    needs=Capability.TENSOR_PARALLEL,
-)
+@spoiled_rank(caught_by="parallel/every_rank_gives_its_memory_back", says="the ranks gave [")
 def keeps_its_memory_on_one_rank(worker: Any, name: str, proceed: Proceed) -> Any:
     """One rank sleeps as the others do, and holds as much memory as before."""
     if name == "sleep":
@@ -161,11 +136,7 @@ def keeps_its_memory_on_one_rank(worker: Any, name: str, proceed: Proceed) -> An
     return proceed()
 
 
-@spoiled_rank(
-    caught_by="parallel/an_update_reaches_every_rank",
-    says="the ranks differ after",
-    needs=Capability.TENSOR_PARALLEL,
-)
+@spoiled_rank(caught_by="parallel/an_update_reaches_every_rank", says="the ranks differ after")
 def commits_another_version_on_one_rank(worker: Any, name: str, proceed: Proceed) -> Any:
     """One rank commits an update as another version."""
     result = proceed()

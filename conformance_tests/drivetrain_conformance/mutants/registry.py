@@ -96,9 +96,10 @@ def spoiled_engine(*, caught_by: str, says: Words) -> Callable[[SpoilEngine], Sp
     return _registering(lambda spoil: {"spoil_engine": spoil})(caught_by, says=says)
 
 
-def spoiled_rank(*, caught_by: str, says: Words, needs: Capability) -> Callable[[_T], _T]:
+def spoiled_rank(*, caught_by: str, says: Words) -> Callable[[_T], _T]:
     """Register the function below as a mutant: it surrounds the calls of one of two ranks, in the rank's process."""
-    return _registering(lambda wrong: {"spoil_rank": wrong})(caught_by, says=says, needs=needs)
+    registering = _registering(lambda wrong: {"spoil_rank": wrong})
+    return registering(caught_by, says=says, needs=Capability.TENSOR_PARALLEL)
 
 
 def registered_mutants() -> Mapping[str, Mutant]:

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drivetrain.backend.toolkit.progress_bars import no_progress_bars
+from drivetrain.types.outputs import TopLogprobs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -283,6 +284,24 @@ def log_softmax(logits: Logits) -> Logits:
     """Return logprobs along the last axis."""
     shifted = logits - logits.max(axis=-1, keepdims=True)
     return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True)))
+
+
+def token_logprobs(logits: Logits, token_ids: Sequence[int]) -> list[float]:
+    """Return the logprob of each token by its own row of logits, shape (tokens, vocabulary)."""
+    return [float(row[token]) for row, token in zip(log_softmax(logits), token_ids, strict=True)]
+
+
+def check_top(found: TopLogprobs, row: Logits, count: int, tolerance: float, of: str = "alternatives") -> None:
+    """Assert that ``found`` are the ``count`` most likely tokens of a row of logprobs, most likely first."""
+    ids, values = [token for token, _ in found], [value for _, value in found]
+    assert len(set(ids)) == len(ids), f"{of}: a token is named twice: {found}"
+    assert values == sorted(values, reverse=True), f"{of}: not in order: {found}"
+    best = np.sort(row[row > -np.inf])[::-1][:count]
+    assert len(found) == len(best), f"{of}: expected {len(best)} tokens, got {len(found)}"
+    off = float(np.abs(values - best).max(initial=0))
+    assert off <= tolerance, f"{of}: expected logprobs {best.round(4).tolist()}, got {found}"
+    off = float(np.abs(values - row[ids]).max(initial=0))
+    assert off <= tolerance, f"{of}: the tokens named do not have these logprobs: {found}"
 
 
 def possible_ranks(row: Logits, token: int, tolerance: float) -> range:

@@ -59,16 +59,22 @@ class Step:
         """Logprobs of that distribution; minus infinity for tokens that cannot be drawn."""
         return log_softmax(np.where(self.kept, self.scaled, -np.inf))
 
-    def bounds(self, mode: LogprobsMode, token: int) -> tuple[float, float]:
-        """Return the least and the greatest logprob of ``token``: rounding may change which tokens are kept."""
+    def logprobs(self, mode: LogprobsMode) -> Logits:
+        """Return the logprobs of all tokens in this mode."""
         match mode:
             case LogprobsMode.RAW:
-                return float(self.raw[token]), float(self.raw[token])
+                return self.raw
             case LogprobsMode.TEMPERATURE:
-                return float(self.tempered[token]), float(self.tempered[token])
+                return self.tempered
             case LogprobsMode.PROCESSED:
-                own = float(self.scaled[token])
-                return own - _log_sum_exp(self.scaled[self.possibly]), own - _log_sum_exp(self.scaled[self.surely])
+                return self.processed
+
+    def bounds(self, mode: LogprobsMode, token: int) -> tuple[float, float]:
+        """Return the least and the greatest logprob of ``token``: rounding may change which tokens are kept."""
+        if mode is not LogprobsMode.PROCESSED:
+            return float(self.logprobs(mode)[token]), float(self.logprobs(mode)[token])
+        own = float(self.scaled[token])
+        return own - _log_sum_exp(self.scaled[self.possibly]), own - _log_sum_exp(self.scaled[self.surely])
 
 
 def steps(

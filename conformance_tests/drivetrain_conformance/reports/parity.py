@@ -7,7 +7,6 @@ of the answers then differs, and is not compared.
 
 from __future__ import annotations
 
-import datetime
 import hashlib
 import math
 import random
@@ -23,8 +22,9 @@ from drivetrain.engine.engine import InferenceEngine
 from drivetrain.errors import DrivetrainError, UnsupportedCapability
 from drivetrain.types.outputs import Completion, GenerationOutput
 from drivetrain_conformance.assets.served_models import ModelKind, Models
+from drivetrain_conformance.harness.report_files import read_json, today
 from drivetrain_conformance.harness.testbench import ordinary_ids
-from drivetrain_conformance.reports.report import Hardware, hardware_here, read_json
+from drivetrain_conformance.reports.report import Hardware, hardware_here
 
 FORMAT: Final = 1
 
@@ -210,7 +210,7 @@ async def record(backend: str, dtype: str, fields: Mapping[str, object]) -> Reco
                 versions=dict(sorted(engine.versions.items())),
                 hardware=hardware_here(),
                 dtype=engine.model_info.dtype,
-                date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+                date=today(),
                 weights=digest.hexdigest()[:16],
                 exchanges=exchanges,
             )
@@ -253,14 +253,8 @@ def _rounded(values: list[float] | list[float | None] | None) -> Any:
     return None if values is None else [None if value is None else round(value, 6) for value in values]
 
 
-def write_recording(recording: Recording, path: Path) -> None:
-    """Write it as JSON."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(msgspec.json.encode(recording) + b"\n")
-
-
 def read_recording(path: Path) -> Recording:
-    """Read what :func:`write_recording` wrote.
+    """Read a recording of 'drivetrain record'.
 
     Raises:
         InvalidConfig: the file cannot be read, holds no recording, or one in another format.

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-
 from drivetrain.errors import InvalidConfig
+from drivetrain_conformance.assets.page_templates import rendered
 from drivetrain_conformance.references.tolerances import TOLERANCE
 from drivetrain_conformance.reports.parity import Agreement, Exchange, Recording, compare
 
@@ -135,12 +134,10 @@ def differences(columns: Sequence[Column]) -> list[str]:
 
 def render(recordings: Sequence[Recording]) -> str:
     """The page, as Markdown."""
-    environment = Environment(
-        loader=PackageLoader("drivetrain_conformance"), undefined=StrictUndefined, trim_blocks=True, autoescape=False
-    )
     columns = columns_of(recordings)
     names = list(dict.fromkeys(exchange.name for column in columns for exchange in column.recording.exchanges))
-    return environment.get_template("parity.md.j2").render(
+    return rendered(
+        "parity.md.j2",
         columns=columns,
         names=names,
         reference=REFERENCE,

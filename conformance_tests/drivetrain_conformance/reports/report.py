@@ -3,33 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import platform
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol, TypeVar
+from typing import Final
 
-import msgspec
 import psutil
 
 from drivetrain.errors import InvalidConfig
 from drivetrain.types.capability import Capability
 from drivetrain_conformance.cases import all_cases
 from drivetrain_conformance.harness.capability_results import CapabilityResult, CapabilityResults
+from drivetrain_conformance.harness.report_files import CaseEntries, CaseEntry, read_json, today
 from drivetrain_conformance.harness.runner import CaseResult, Runner
 from drivetrain_conformance.harness.verdict import WORST_FIRST, Verdict
 
 FORMAT: Final = 1
-
-
-class _Versioned(Protocol):
-    @property
-    def format(self) -> int: ...
-
-
-_Written = TypeVar("_Written", bound=_Versioned)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +39,6 @@ class Hardware:
 
 
 @dataclass(frozen=True, slots=True)
-class CaseEntry:
-    """One case of a report."""
-
-    case: str
-    verdict: Verdict
-    needs: list[str]
-    summary: str
-    seconds: float
-    message: str
-
-
-@dataclass(frozen=True, slots=True)
 class CapabilityEntry:
     """One capability of a report."""
 
@@ -71,7 +49,7 @@ class CapabilityEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class Report(CaseEntries):
     """One run of the suite."""
 
     format: int
@@ -94,14 +72,9 @@ class Report:
         """Backend, where it ran, and on what."""
         return f"{self.backend}, {self.isolation}, {self.hardware}"
 
-    def counts(self) -> dict[Verdict, int]:
-        """How many cases ended how."""
-        counted = Counter(entry.verdict for entry in self.cases)
-        return {verdict: counted[verdict] for verdict in Verdict}
-
     def failures(self) -> list[str]:
         """Every failed case and, if the suite was run whole, every claim that was not seen to work."""
-        found = [f"{entry.case}: {entry.message}" for entry in self.cases if entry.verdict.is_failure]
+        found = CaseEntries.failures(self)
         if self.complete:
             found += [
                 f"{entry.capability}: {entry.message}"
@@ -109,10 +82,6 @@ class Report:
                 if entry.verdict.is_failure and not self._has_failed_case(entry)
             ]
         return found
-
-    def not_run(self) -> list[str]:
-        """Every case that this machine could not run."""
-        return [f"{entry.case}: {entry.message}" for entry in self.cases if entry.verdict is Verdict.NOT_RUN]
 
     def _has_failed_case(self, capability: CapabilityEntry) -> bool:
         return any(entry.verdict.is_failure and capability.capability in entry.needs for entry in self.cases)
@@ -129,7 +98,7 @@ def make_report(
         model=model,
         profile=runner.profile.name,
         seed=runner.seed,
-        date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+        date=today(),
         seconds=round(seconds, 1),
         complete=complete,
         versions=dict(sorted(runner.versions.items())),
@@ -185,14 +154,8 @@ def _of_run(report: Report, name: str) -> object:
     return report.hardware.cpu, sorted(set(report.hardware.gpus))
 
 
-def write_report(report: Report, path: Path) -> None:
-    """Write it as JSON."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
-
-
 def read_report(path: Path) -> Report:
-    """Read what :func:`write_report` wrote.
+    """Read a report of 'drivetrain conformance'.
 
     Raises:
         InvalidConfig: the file cannot be read, holds no report, or one in another format.
@@ -200,26 +163,10 @@ def read_report(path: Path) -> Report:
     return read_json(path, Report, "report", "conformance --report", FORMAT)
 
 
-def read_json(path: Path, kind: type[_Written], what: str, command: str, version: int) -> _Written:
-    """Read what a command wrote, in this ``version`` of its format.
-
-    Raises:
-        InvalidConfig: the file cannot be read, holds something else, or has another format.
-    """
-    try:
-        found = msgspec.json.decode(path.read_bytes(), type=kind)
-    except (OSError, msgspec.MsgspecError) as error:
-        raise InvalidConfig(f"{path} is no {what} of 'drivetrain {command}': {error}") from error
-    if found.format != version:
-        again = f"this version reads {version}: write it again with 'drivetrain {command}'"
-        raise InvalidConfig(f"{path} is a {what} in format {found.format}; {again}")
-    return found
-
-
 def _case(result: CaseResult) -> CaseEntry:
     case = result.case
     needs = sorted(capability.value for capability in case.needs)
-    return CaseEntry(case.id, result.verdict, needs, case.summary, round(result.seconds, 2), result.judgement.message)
+    return CaseEntry(case.id, result.verdict, case.summary, round(result.seconds, 2), result.judgement.message, needs)
 
 
 def _capability(item: CapabilityResult) -> CapabilityEntry:

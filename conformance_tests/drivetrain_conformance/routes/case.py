@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Final
 
-from drivetrain.errors import InvalidConfig
 from drivetrain_conformance.routes.dialect import Dialect
 from drivetrain_conformance.routes.server_under_test import Target
 
@@ -68,20 +67,3 @@ def route_cases(dialect: Dialect | None = None) -> list[RouteCase]:
     for group in chosen:
         importlib.import_module(f"drivetrain_conformance.routes.cases.{group}")
     return [case for group in chosen for case in _registry.values() if case.group == group]
-
-
-def choose(
-    dialect: Dialect | None, groups: Collection[str] | None = None, ids: Collection[str] | None = None
-) -> list[RouteCase]:
-    """Return the cases of a dialect that are in these groups and have these ids; without them all.
-
-    Raises:
-        InvalidConfig: a group or a case does not exist in the dialect.
-    """
-    cases = route_cases(dialect)
-    known = {case.group for case in cases}
-    if unknown := set(groups or ()) - known:
-        raise InvalidConfig(f"there is no group {min(unknown)!r}; groups: {', '.join(sorted(known))}", field="--group")
-    if unknown := set(ids or ()) - {case.id for case in cases}:
-        raise InvalidConfig(f"there is no case {min(unknown)!r}; --list with --dialect shows them", field="--case")
-    return [case for case in cases if (not groups or case.group in groups) and (not ids or case.id in ids)]

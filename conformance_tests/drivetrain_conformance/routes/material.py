@@ -9,7 +9,7 @@ from typing import Final
 
 from drivetrain_conformance.assets.made_adapters import Adapter, make_adapter, merge
 from drivetrain_conformance.assets.served_models import Models
-from drivetrain_conformance.references.oracle import TransformersOracle, log_softmax
+from drivetrain_conformance.references.oracle import TransformersOracle, token_logprobs
 from drivetrain_conformance.routes.sampled import Sampled
 
 TIMES_NEARER: Final = 5.0
@@ -72,8 +72,8 @@ class Material:
 
     def _distance(self, sampled: Sampled, folder: Path) -> float:
         oracle = self._oracles.setdefault(folder, TransformersOracle(folder))
-        rows = log_softmax(oracle.logits([*sampled.prompt, *sampled.ids]))[len(sampled.prompt) - 1 : -1]
-        expected = [float(row[token]) for row, token in zip(rows, sampled.ids, strict=True)]
+        rows = oracle.logits([*sampled.prompt, *sampled.ids])[len(sampled.prompt) - 1 : -1]
+        expected = token_logprobs(rows, sampled.ids)
         return sum(abs(one - two) for one, two in zip(sampled.logprobs, expected, strict=True)) / len(expected)
 
 

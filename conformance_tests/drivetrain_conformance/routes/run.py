@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +11,7 @@ from typing import Final
 import httpx
 import msgspec
 
-from drivetrain.errors import InvalidConfig
+from drivetrain_conformance.harness.report_files import CaseEntries, CaseEntry, read_json, today
 from drivetrain_conformance.harness.verdict import Judgement, Verdict, describe
 from drivetrain_conformance.routes.case import RouteCase
 from drivetrain_conformance.routes.server_under_test import CannotRun, RouteRefused, Target
@@ -22,18 +20,7 @@ FORMAT: Final = 1
 
 
 @dataclass(frozen=True, slots=True)
-class RouteEntry:
-    """One case of a report."""
-
-    case: str
-    verdict: Verdict
-    summary: str
-    seconds: float
-    message: str
-
-
-@dataclass(frozen=True, slots=True)
-class RouteReport:
+class RouteReport(CaseEntries):
     """One run of route cases."""
 
     format: int
@@ -42,7 +29,7 @@ class RouteReport:
     model: str
     date: str
     seconds: float
-    cases: list[RouteEntry]
+    cases: list[CaseEntry]
     name: str = ""
     """Name of the server on pages."""
 
@@ -50,19 +37,6 @@ class RouteReport:
     def title(self) -> str:
         """Name or address, and dialect."""
         return f"{self.name or self.url}, {self.dialect}"
-
-    def counts(self) -> dict[Verdict, int]:
-        """How many cases ended how."""
-        counted = Counter(entry.verdict for entry in self.cases)
-        return {verdict: counted[verdict] for verdict in Verdict}
-
-    def failures(self) -> list[str]:
-        """Every failed case."""
-        return [f"{entry.case}: {entry.message}" for entry in self.cases if entry.verdict.is_failure]
-
-    def not_run(self) -> list[str]:
-        """Every case that could not be brought about."""
-        return [f"{entry.case}: {entry.message}" for entry in self.cases if entry.verdict is Verdict.NOT_RUN]
 
     def exceptions(self) -> list[str]:
         """Every case that did not pass, with its verdict and the first line of its message."""
@@ -73,12 +47,12 @@ class RouteReport:
         ]
 
 
-async def run_routes(target: Target, cases: Sequence[RouteCase]) -> AsyncIterator[RouteEntry]:
+async def run_routes(target: Target, cases: Sequence[RouteCase]) -> AsyncIterator[CaseEntry]:
     """Run cases one after another; yield how each ended."""
     for case in cases:
         begun = time.monotonic()
         judged = await _judged(target, case)
-        yield RouteEntry(case.id, judged.verdict, case.summary, round(time.monotonic() - begun, 2), judged.message)
+        yield CaseEntry(case.id, judged.verdict, case.summary, round(time.monotonic() - begun, 2), judged.message)
 
 
 async def _judged(target: Target, case: RouteCase) -> Judgement:
@@ -93,24 +67,18 @@ async def _judged(target: Target, case: RouteCase) -> Judgement:
     return Judgement(Verdict.PASSED)
 
 
-def route_report(url: str, target: Target, entries: Sequence[RouteEntry], name: str = "") -> RouteReport:
+def route_report(url: str, target: Target, entries: Sequence[CaseEntry], name: str = "") -> RouteReport:
     """Put a run into a report."""
     return RouteReport(
         format=FORMAT,
         url=url,
         dialect=target.dialect.value,
         model=target.model,
-        date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+        date=today(),
         seconds=round(sum(entry.seconds for entry in entries), 1),
         cases=list(entries),
         name=name,
     )
-
-
-def write_route_report(report: RouteReport, path: Path) -> None:
-    """Write it as JSON."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
 
 
 def is_route_report(path: Path) -> bool:
@@ -122,16 +90,9 @@ def is_route_report(path: Path) -> bool:
 
 
 def read_route_report(path: Path) -> RouteReport:
-    """Read what :func:`write_route_report` wrote.
+    """Read a report of 'drivetrain conformance --url'.
 
     Raises:
         InvalidConfig: the file cannot be read, holds no report of routes, or one in another format.
     """
-    again = f"write it again with 'drivetrain conformance --url … --report {path}'"
-    try:
-        found = msgspec.json.decode(path.read_bytes(), type=RouteReport)
-    except (OSError, msgspec.MsgspecError) as error:
-        raise InvalidConfig(f"{path} is no report of routes: {error}; {again}") from error
-    if found.format != FORMAT:
-        raise InvalidConfig(f"{path} is a report in format {found.format}; this version reads {FORMAT}: {again}")
-    return found
+    return read_json(path, RouteReport, "report of routes", "conformance --url … --report", FORMAT)

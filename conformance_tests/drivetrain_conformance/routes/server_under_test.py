@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import httpx
@@ -34,6 +35,24 @@ class CannotRun(Exception):
     """A case could not be brought about: a key is missing, or the server was too fast."""
 
 
+@dataclass(frozen=True, slots=True)
+class Access:
+    """How to reach the server under test."""
+
+    url: str
+    """Address of the server, with or without ``/v1``."""
+    dialect: Dialect | None = None
+    """The routes to expect; by default those of the owner that the model's card names."""
+    timeout: float = 60.0
+    """Deadline of each request, in seconds."""
+    api_key: str = ""
+    """Bearer key of requests; empty for none."""
+    control_key: str = ""
+    """Bearer key of control routes; empty for :attr:`api_key`."""
+    material: Material | None = None
+    """Checkpoints and adapters to load, if the model's folder is known."""
+
+
 class Stream:
     """Events of one streamed answer."""
 
@@ -46,7 +65,7 @@ class Stream:
 
     async def next(self) -> Field | None:
         """Return the next event; None at the end."""
-        async for line in _until(self._lines, self._deadline, self._asked):
+        while (line := await self._line()) is not None:
             if not line:
                 continue
             assert line.startswith("data:"), f"{self._asked}: a line of the stream is {line[:200]!r}"
@@ -59,6 +78,13 @@ class Stream:
             assert "error" not in event.mapping(), f"{self._asked}: the stream ends in {event.shown}"
             return event
         return None
+
+    async def _line(self) -> str | None:
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                return await anext(self._lines, None)
+        except TimeoutError:
+            raise AssertionError(f"{self._asked} did not end before its deadline") from None
 
     async def rest(self) -> list[Field]:
         """Return all further events."""
@@ -79,51 +105,24 @@ async def _lines(response: httpx.Response) -> AsyncIterator[str]:
         yield rest.decode()
 
 
-async def _until(lines: AsyncIterator[str], deadline: float, asked: str) -> AsyncIterator[str]:
-    while True:
-        try:
-            async with asyncio.timeout_at(deadline):
-                line = await anext(lines)
-        except StopAsyncIteration:
-            return
-        except TimeoutError:
-            raise AssertionError(f"{asked} did not end before its deadline") from None
-        yield line
-
-
 class Target:
     """A running server.
 
     Args:
         client: Client of the server's address.
+        access: How the server is reached.
         dialect: The routes to expect.
-        model: Name of its first model.
-        context: The context length that the model's card states, in tokens; None if it states none.
-        timeout: Deadline of each request, in seconds.
-        api_key: Bearer key of requests; empty for none.
-        control_key: Bearer key of control routes; empty for ``api_key``.
-        material: Checkpoints and adapters to load, if the model's folder is known.
+        card: Its first model, as ``/v1/models`` describes it.
     """
 
-    def __init__(
-        self,
-        client: httpx.AsyncClient,
-        *,
-        dialect: Dialect,
-        model: str,
-        context: int | None,
-        timeout: float,
-        api_key: str = "",
-        control_key: str = "",
-        material: Material | None = None,
-    ) -> None:
+    def __init__(self, client: httpx.AsyncClient, access: Access, dialect: Dialect, card: Field) -> None:
         self._client = client
-        self._timeout = timeout
-        self._keys = api_key, control_key or api_key
+        self._access = access
         self.dialect = dialect
-        self.model = model
-        self.context = context
-        self._material = material
+        self.model = card["id"].text()
+        context = card.mapping().get("max_model_len")
+        self.context = context if isinstance(context, int) else None
+        """The context length that the model's card states, in tokens; None if it states none."""
 
     @property
     def material(self) -> Material:
@@ -132,9 +131,9 @@ class Target:
         Raises:
             CannotRun: the model's folder was not given.
         """
-        if self._material is None:
+        if self._access.material is None:
             raise CannotRun("the served model's folder is not known: give --model")
-        return self._material
+        return self._access.material
 
     @property
     def long(self) -> int:
@@ -151,10 +150,10 @@ class Target:
         """Send a request and return its answer, whatever its status."""
         asked = f"{method} {path}"
         try:
-            async with asyncio.timeout(self._timeout):
+            async with asyncio.timeout(self._access.timeout):
                 response = await self._client.send(self._request(method, path, body, query))
         except (TimeoutError, httpx.TimeoutException):
-            raise AssertionError(f"{asked} did not answer within {self._timeout:g} s") from None
+            raise AssertionError(f"{asked} did not answer within {self._access.timeout:g} s") from None
         answer = Answer(asked, response.status_code, dict(response.headers), response.content)
         if answer.status == 401:
             raise CannotRun(f"{asked} wants a key: give --api-key or --control-key")
@@ -180,13 +179,13 @@ class Target:
     @asynccontextmanager
     async def streaming(self, path: str, body: Mapping[str, object]) -> AsyncIterator[Stream]:
         """Send a request whose answer is streamed."""
-        deadline = asyncio.get_running_loop().time() + self._timeout
+        deadline = asyncio.get_running_loop().time() + self._access.timeout
         request = self._request("POST", path, {**body, "stream": True}, None)
         try:
             async with asyncio.timeout_at(deadline):
                 response = await self._client.send(request, stream=True)
         except (TimeoutError, httpx.TimeoutException):
-            raise AssertionError(f"POST {path} did not answer within {self._timeout:g} s") from None
+            raise AssertionError(f"POST {path} did not answer within {self._access.timeout:g} s") from None
         try:
             if response.status_code != 200:
                 async with asyncio.timeout_at(deadline):
@@ -239,7 +238,8 @@ class Target:
     def _request(
         self, method: str, path: str, body: Mapping[str, object] | str | None, query: Mapping[str, str] | None
     ) -> httpx.Request:
-        key = self._keys[0 if path.startswith(_DATA) else 1]
+        access = self._access
+        key = access.api_key if path.startswith(_DATA) else access.control_key or access.api_key
         headers = {"authorization": f"Bearer {key}"} if key else {}
         content = json.dumps(body) if isinstance(body, Mapping) else body
         if content is not None:
@@ -259,28 +259,13 @@ def _ok(answer: Answer) -> Answer:
 
 
 @asynccontextmanager
-async def connected(
-    url: str,
-    dialect: Dialect | None = None,
-    *,
-    timeout: float = 60.0,
-    api_key: str = "",
-    control_key: str = "",
-    material: Material | None = None,
-) -> AsyncIterator[Target]:
+async def connected(access: Access) -> AsyncIterator[Target]:
     """Connect to a server, and learn its dialect and model from ``/v1/models``.
 
-    Args:
-        url: Address of the server, without ``/v1``.
-        dialect: The routes to expect; by default those of the owner that the model's card names.
-        timeout: Deadline of each request, in seconds.
-        api_key: Bearer key of requests.
-        control_key: Bearer key of control routes, if it is another one.
-        material: Checkpoints and adapters to load, if the model's folder is known.
-
     Raises:
-        InvalidConfig: nothing answers at ``url``, it lists no model, it wants a key, or its dialect cannot be told.
+        InvalidConfig: nothing answers there, it lists no model, it wants a key, or its dialect cannot be told.
     """
+    url = access.url
     try:
         address = httpx.URL(url)
     except httpx.InvalidURL as error:
@@ -291,35 +276,25 @@ async def connected(
     # No proxy: the address is a server of one's own. A connection for each request: vLLM resets those on which it has
     # answered 500, and the next case would fail.
     limits = httpx.Limits(max_keepalive_connections=0)
-    async with httpx.AsyncClient(base_url=base, timeout=timeout, trust_env=False, limits=limits) as client:
-        card = await _first_card(client, base, timeout, api_key)
+    async with httpx.AsyncClient(base_url=base, timeout=access.timeout, trust_env=False, limits=limits) as client:
+        card = await _first_card(client, access)
         owner = card.mapping().get("owned_by")
-        told = dialect or _OWNERS.get(str(owner))
-        if told is None:
+        dialect = access.dialect or _OWNERS.get(str(owner))
+        if dialect is None:
             raise InvalidConfig(
                 f"--url {url}: its model is owned by {owner!r}, which tells no dialect; give --dialect",
                 field="--dialect",
             )
-        context = card.mapping().get("max_model_len")
-        yield Target(
-            client,
-            dialect=told,
-            model=card["id"].text(),
-            context=context if isinstance(context, int) else None,
-            timeout=timeout,
-            api_key=api_key,
-            control_key=control_key,
-            material=material,
-        )
+        yield Target(client, access, dialect, card)
 
 
-async def _first_card(client: httpx.AsyncClient, url: str, timeout: float, key: str) -> Field:
-    headers = {"authorization": f"Bearer {key}"} if key else {}
+async def _first_card(client: httpx.AsyncClient, access: Access) -> Field:
+    url, headers = access.url, {"authorization": f"Bearer {access.api_key}"} if access.api_key else {}
     try:
-        async with asyncio.timeout(timeout):
+        async with asyncio.timeout(access.timeout):
             response = await client.get("/v1/models", headers=headers)
     except (TimeoutError, httpx.HTTPError) as error:
-        said = str(error) or f"no answer within {timeout:g} s"
+        said = str(error) or f"no answer within {access.timeout:g} s"
         raise InvalidConfig(f"--url {url}: the server cannot be reached: {said}", field="--url") from None
     if response.status_code == 401:
         raise InvalidConfig(f"--url {url}: the server wants a key; give --api-key", field="--api-key")

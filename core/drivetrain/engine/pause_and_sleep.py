@@ -21,7 +21,7 @@ PAUSE_CAPABILITY = {
     PauseMode.IN_PLACE: Capability.PAUSE_IN_PLACE,
     PauseMode.RETRACT: Capability.PAUSE_RETRACT,
 }
-_SLEEP_CAPABILITY = {
+SLEEP_CAPABILITY = {
     MemoryTag.WEIGHTS: Capability.SLEEP_WEIGHTS,
     MemoryTag.KV_CACHE: Capability.SLEEP_KV_CACHE,
     MemoryTag.CUDA_GRAPH: Capability.SLEEP_CUDA_GRAPH,
@@ -190,7 +190,7 @@ class PauseAndSleep:
     def _chosen(self, tags: Iterable[MemoryTag | str] | None, action: str) -> frozenset[MemoryTag]:
         controller = self.controller
         controller.status.require_open(action)
-        able = frozenset(tag for tag, capability in _SLEEP_CAPABILITY.items() if capability in controller.capabilities)
+        able = frozenset(tag for tag, capability in SLEEP_CAPABILITY.items() if capability in controller.capabilities)
         if tags is None:
             if not able:
                 controller.require_claimed(action, Capability.SLEEP_KV_CACHE)
@@ -199,7 +199,7 @@ class PauseAndSleep:
         if not chosen:
             raise InvalidRequest(f"{action}: tags is empty; name some, or give None for all", field="tags")
         for tag in chosen:
-            controller.require_claimed(f"{action} of {tag.value}", _SLEEP_CAPABILITY[tag])
+            controller.require_claimed(f"{action} of {tag.value}", SLEEP_CAPABILITY[tag])
         return chosen
 
     # Caches ------------------------------------------------------------------------------------------------------

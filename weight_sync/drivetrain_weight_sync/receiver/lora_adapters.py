@@ -127,22 +127,6 @@ def adapter_in(path: str) -> GivenAdapter:
         ) from error
 
 
-def read_adapter(
-    path: str,
-    largest_rank: int | None,
-    shapes: Mapping[str, tuple[int, ...]],
-    *,
-    honours: Collection[str] = (),
-    base: Callable[[str], torch.Tensor] | None = None,
-) -> LoraAdapter:
-    """Read a peft folder and check it as :func:`check_adapter` does.
-
-    Raises:
-        InvalidRequest: the folder holds no such adapter, or one of another model; nothing was loaded.
-    """
-    return check_adapter(adapter_in(path), largest_rank, shapes, honours=honours, base=base)
-
-
 def check_adapter(
     given: GivenAdapter,
     largest_rank: int | None,

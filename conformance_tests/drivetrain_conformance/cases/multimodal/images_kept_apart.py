@@ -10,7 +10,7 @@ from drivetrain.types.outputs import FinishReason
 from drivetrain.types.prompts import ImageInput, TokenPrompt
 from drivetrain_conformance.assets.served_models import ModelKind
 from drivetrain_conformance.harness.case import case
-from drivetrain_conformance.harness.testbench import Bench, end_requests, in_time, until_running
+from drivetrain_conformance.harness.testbench import Bench, in_time
 from drivetrain_conformance.references.oracle import log_softmax
 
 if TYPE_CHECKING:
@@ -73,13 +73,10 @@ async def an_aborted_request_leaves_the_images_of_others(bench: Bench) -> None:
     engine, params = bench.engine, bench.long(160, logprobs=0)
     pictures = [[png(pattern_pixel)], [png(striped_pixel, 96, 40)], [png(black_pixel), png(pattern_pixel)]]
     prompts, ids = [with_images(images) for images in pictures], ["first", "second", "third"]
-    task = await until_running(engine, 3, lambda: engine.generate(prompts, params, request_ids=ids))
-    try:
+    async with bench.in_flight(prompts, params, tokens=0, request_ids=ids) as task:
         for request_id in ("third", "first"):
             await engine.abort(request_id)
         completions = (await task).completions
-    finally:
-        await end_requests(engine, task)
     for index, (completion, images) in enumerate(zip(completions, pictures, strict=True)):
         if index == 1:
             assert completion.finish_reason is not FinishReason.ABORT

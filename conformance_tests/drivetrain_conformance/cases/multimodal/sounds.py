@@ -13,7 +13,7 @@ from drivetrain.types.prompts import AudioInput, TokenPrompt
 from drivetrain_conformance.assertions.refusals import refused
 from drivetrain_conformance.assets.served_models import ModelKind
 from drivetrain_conformance.harness.case import case
-from drivetrain_conformance.harness.testbench import Bench, end_requests, until_running
+from drivetrain_conformance.harness.testbench import Bench
 from drivetrain_conformance.references.oracle import log_softmax
 
 if TYPE_CHECKING:
@@ -223,13 +223,10 @@ async def an_aborted_request_leaves_the_sounds_of_others(bench: Bench) -> None:
     engine, params = bench.engine, bench.long(160, logprobs=0)
     heard, ids = [[white_noise(1)], [white_noise(2)], [white_noise(3), white_noise(1)]], ["first", "second", "third"]
     prompts = [with_sounds(sounds) for sounds in heard]
-    task = await until_running(engine, 3, lambda: engine.generate(prompts, params, request_ids=ids))
-    try:
+    async with bench.in_flight(prompts, params, tokens=0, request_ids=ids) as task:
         for request_id in ("third", "first"):
             await engine.abort(request_id)
         completions = (await task).completions
-    finally:
-        await end_requests(engine, task)
     assert completions[1].finish_reason is not FinishReason.ABORT
     for completion, sounds in zip(completions, heard, strict=True):
         if completion.token_ids:

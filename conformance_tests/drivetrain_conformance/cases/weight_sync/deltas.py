@@ -8,14 +8,8 @@ import torch
 
 from drivetrain.types.capability import Capability
 from drivetrain.types.modes import MemoryTag
-from drivetrain_conformance.assertions.weight_checks import (
-    NEW,
-    check_serves,
-)
-from drivetrain_conformance.assets.weight_sources import (
-    tensors_of,
-    write_checkpoint,
-)
+from drivetrain_conformance.assets.weight_sources import tensors_of, write_checkpoint
+from drivetrain_conformance.cases.weight_sync.checks import NEW, check_serves
 from drivetrain_conformance.cases.weight_sync.pushing import check_a_full_disk_changes_nothing
 from drivetrain_conformance.harness.case import case
 from drivetrain_conformance.harness.testbench import Bench

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import time
 from collections.abc import Coroutine
 from functools import partial
@@ -18,30 +19,23 @@ from drivetrain.errors import (
 from drivetrain.types.capability import Capability
 from drivetrain.types.sampling import SamplingParams
 from drivetrain.types.weights import (
+    WeightManifest,
     WeightUpdateRequest,
 )
 from drivetrain_conformance.assertions.refusals import raises
-from drivetrain_conformance.assertions.weight_checks import (
+from drivetrain_conformance.assertions.weight_checks import check_made_by, load_all
+from drivetrain_conformance.assets.weight_sources import Between, a_matrix, from_disk, tensors_of, with_another_digest
+from drivetrain_conformance.cases.weight_sync.checks import (
     NEW,
     Late,
     check_boundary,
     check_dirty,
-    check_made_by,
     check_recovers,
     check_serves,
     check_spans,
     check_state,
-    from_disk,
-    load_all,
     same_label_again,
     same_weights_again,
-)
-from drivetrain_conformance.assets.weight_sources import (
-    Between,
-    a_matrix,
-    one_of_each_kind,
-    tensors_of,
-    with_another_digest,
 )
 from drivetrain_conformance.harness.case import case
 from drivetrain_conformance.harness.testbench import Bench, TooLate, in_time
@@ -130,7 +124,7 @@ async def what_arrives_otherwise_than_sent_is_found(bench: Bench) -> None:
     version = engine.get_weight_version()
     between = Between(engine)
     async with WeightSync.connect(tensors_of(other), between, "shared_memory") as sync:
-        for name in one_of_each_kind(await engine.weight_manifest()):
+        for name in _one_of_each_kind(await engine.weight_manifest()):
             between.change = partial(with_another_digest, name=name)
             with raises(WeightVerifyFailed, f"a tensor that is not what was sent ({name})") as failure:
                 await sync.push(version="bad")
@@ -250,3 +244,13 @@ async def requests_outlive_an_update_that_breaks_off(bench: Bench) -> None:
             check_boundary(bench, completion, bench.model, other)
         check_made_by(bench, [await late.completion()], other)
     await check_serves(bench, other, "recovered")
+
+
+def _one_of_each_kind(manifest: WeightManifest) -> list[str]:
+    """Return the names of floating-point tensors that no other is tied to, one of each kind of tensor in a layer."""
+    tied = set(manifest.aliases.values())
+    kinds: dict[str, list[str]] = {}
+    for spec in manifest.tensors:
+        if "float" in spec.dtype and spec.name not in tied:
+            kinds.setdefault(re.sub(r"\d+", "", spec.name), []).append(spec.name)
+    return [names[len(names) // 2] for names in kinds.values()]

@@ -7,14 +7,9 @@ from collections.abc import Sequence
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.types.capability import Capability
 from drivetrain.types.sampling import LogprobsMode, SamplingParams
-from drivetrain_conformance.assertions.weight_checks import (
-    NEW,
-    check_holds,
-    check_serves,
-)
-from drivetrain_conformance.assets.weight_sources import (
-    tensors_of,
-)
+from drivetrain_conformance.assertions.weight_checks import check_holds
+from drivetrain_conformance.assets.weight_sources import tensors_of
+from drivetrain_conformance.cases.weight_sync.checks import NEW, check_serves
 from drivetrain_conformance.harness.case import Hardware, case
 from drivetrain_conformance.harness.testbench import Bench
 from drivetrain_weight_sync import Strategy, WeightSync

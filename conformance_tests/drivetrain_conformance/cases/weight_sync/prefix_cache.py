@@ -7,13 +7,9 @@ from typing import Final
 from drivetrain.types.capability import Capability
 from drivetrain.types.modes import PauseMode
 from drivetrain.types.outputs import Completion
-from drivetrain_conformance.assertions.weight_checks import (
-    NEW,
-    TOKENS,
-    check_made_by,
-    from_disk,
-    one,
-)
+from drivetrain_conformance.assertions.weight_checks import check_made_by
+from drivetrain_conformance.assets.weight_sources import from_disk
+from drivetrain_conformance.cases.weight_sync.checks import NEW, TOKENS, one
 from drivetrain_conformance.harness.case import case
 from drivetrain_conformance.harness.testbench import Bench, TooLate, until_idle
 

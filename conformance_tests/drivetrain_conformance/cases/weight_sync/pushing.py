@@ -16,14 +16,11 @@ from drivetrain.errors import (
 )
 from drivetrain_conformance.assertions.full_disk import full_disk
 from drivetrain_conformance.assertions.refusals import raises
-from drivetrain_conformance.assertions.weight_checks import (
-    check_serves,
-    check_state,
-)
 from drivetrain_conformance.assets.weight_sources import (
     tensors_of,
     write_checkpoint,
 )
+from drivetrain_conformance.cases.weight_sync.checks import check_serves, check_state
 from drivetrain_conformance.harness.testbench import Bench
 from drivetrain_weight_sync import Strategy, WeightInput, WeightSync
 

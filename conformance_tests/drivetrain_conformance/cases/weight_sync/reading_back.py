@@ -17,22 +17,15 @@ from drivetrain.errors import (
 )
 from drivetrain.types.capability import Capability
 from drivetrain.types.modes import MemoryTag
+from drivetrain.types.weights import SharedMemorySource, WeightUpdateRequest
 from drivetrain_conformance.assertions.refusals import raises
-from drivetrain_conformance.assertions.weight_checks import (
-    NEW,
-    check_serves,
-    same_weights_again,
-)
-from drivetrain_conformance.assets.weight_sources import (
-    Between,
-    a_matrix,
-    raw_bytes,
-    tensors_of,
-    with_value,
-)
+from drivetrain_conformance.assets.weight_sources import Between, a_matrix, raw_bytes, tensors_of
+from drivetrain_conformance.cases.weight_sync.checks import NEW, check_serves, same_weights_again
 from drivetrain_conformance.harness.case import case
 from drivetrain_conformance.harness.testbench import Bench
 from drivetrain_weight_sync import WeightSync
+from drivetrain_weight_sync.copying.digest import digest
+from drivetrain_weight_sync.tensors.dtypes import dtype_of
 
 
 @case(Capability.READ_WEIGHTS, Capability.WEIGHTS_SHARED_MEMORY, changes_weights=True)
@@ -111,7 +104,7 @@ async def _check_bad_values_are_reported(bench: Bench, name: str) -> None:
     engine, tensors = bench.engine, tensors_of(bench.model)
     for value in (math.inf, -math.inf, math.nan):
         between = Between(engine)
-        between.change = partial(with_value, name=name, tensor=tensors[name], value=value)
+        between.change = partial(_with_value, name=name, tensor=tensors[name], value=value)
         async with WeightSync.connect(tensors, between, "shared_memory") as sync:
             try:
                 await sync.push(version="bad")
@@ -140,3 +133,22 @@ async def weights_asleep_are_not_read(bench: Bench) -> None:
     await engine.wake_up([MemoryTag.WEIGHTS])
     await engine.load_weights_from_disk(str(other), NEW)
     await check_serves(bench, other, NEW)
+
+
+def _with_value(request: WeightUpdateRequest, name: str, tensor: torch.Tensor, value: float) -> WeightUpdateRequest:
+    """Write ``value`` into one element of a tensor in shared memory, and return the request with its digest."""
+    source = request.source
+    assert isinstance(source, SharedMemorySource)
+    assert request.plan is not None
+    index, placed = next(
+        (index, placed)
+        for index, bucket in enumerate(request.plan.buckets)
+        for placed in bucket.tensors
+        if placed.spec.name == name
+    )
+    changed = tensor.to(dtype_of(placed.spec), copy=True)
+    changed.view(-1)[0] = value
+    with open(source.path, "r+b") as arena:
+        arena.seek(source.bucket_offsets[index] + placed.offset)
+        arena.write(raw_bytes(changed))
+    return request.model_copy(update={"digests": {**(request.digests or {}), name: digest(changed)}})

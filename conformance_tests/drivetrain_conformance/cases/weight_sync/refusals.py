@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import struct
+from contextlib import suppress
+from dataclasses import dataclass
 from ipaddress import ip_address
+
+import psutil
 
 from drivetrain.engine.states import EngineState
 from drivetrain.errors import (
@@ -24,32 +28,26 @@ from drivetrain.types.weights import (
     WeightSource,
     WeightUpdateRequest,
 )
-from drivetrain_conformance.assertions.leftovers import (
-    listening_addresses,
-)
 from drivetrain_conformance.assertions.refusals import raises
 from drivetrain_conformance.assertions.same_answers import check_same
-from drivetrain_conformance.assertions.weight_checks import (
+from drivetrain_conformance.assets.weight_sources import (
+    Between,
+    a_matrix,
+    from_disk,
+    is_waited_for,
+    nowhere,
+    tensors_of,
+    write_checkpoint,
+)
+from drivetrain_conformance.cases.weight_sync.checks import (
     NEW,
     check_serves,
     check_state,
-    from_disk,
     same_weights_again,
     unchanged,
 )
-from drivetrain_conformance.assets.weight_sources import (
-    FAULTS,
-    Between,
-    a_matrix,
-    bad_folders,
-    is_waited_for,
-    moved_tensor,
-    nowhere,
-    tensors_of,
-    without_tensor,
-    write_checkpoint,
-)
 from drivetrain_conformance.cases.weight_sync.pushing import ONE_BUCKET, free_port, push_source
+from drivetrain_conformance.cases.weight_sync.wrong_weights import FAULTS, bad_folders, moved_tensor, without_tensor
 from drivetrain_conformance.harness.case import Hardware, case
 from drivetrain_conformance.harness.testbench import Bench
 from drivetrain_conformance.harness.time_limits import within
@@ -196,12 +194,12 @@ async def a_group_is_formed_once_and_left_once(bench: Bench) -> None:
 
     Nobody listens for members of a group on this machine but at a loopback address.
     """
-    between, before = Between(bench.engine), listening_addresses()
+    between, before = Between(bench.engine), _listening_addresses()
     async with WeightSync.connect(tensors_of(bench.other_weights()), between, "broadcast") as sync:
         await sync.push(version="first")
         (spec,) = between.groups
         if ip_address(spec.master_address).is_loopback:
-            exposed = [one for one in listening_addresses() - before if not ip_address(one.host).is_loopback]
+            exposed = [one for one in _listening_addresses() - before if not ip_address(one.host).is_loopback]
             assert not exposed, f"for a group at {spec.master_address} other hosts can connect to {exposed}"
         with raises(InvalidRequest, "a second group of one name"):
             await bench.engine.init_weight_update_communicator(spec)
@@ -242,3 +240,25 @@ async def a_wrong_plan_is_refused_by_the_engine(bench: Bench) -> None:
             between.change = change
             with raises(InvalidRequest, change.__name__):
                 await sync.push(version="bad")
+
+
+@dataclass(frozen=True, slots=True)
+class _Listening:
+    """An address at which a process accepts TCP connections."""
+
+    pid: int
+    host: str
+    port: int
+
+
+def _listening_addresses() -> set[_Listening]:
+    """Return the TCP addresses at which this process and its descendants listen."""
+    me, found = psutil.Process(), set[_Listening]()
+    for process in (me, *me.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            found |= {
+                _Listening(process.pid, one.laddr.ip, one.laddr.port)
+                for one in process.net_connections(kind="tcp")
+                if one.status == psutil.CONN_LISTEN
+            }
+    return found

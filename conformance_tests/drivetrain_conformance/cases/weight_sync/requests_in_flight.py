@@ -11,7 +11,8 @@ from drivetrain.types.modes import PauseMode
 from drivetrain.types.outputs import FinishReason
 from drivetrain_conformance.assertions.lasting_state import with_a_state
 from drivetrain_conformance.assertions.same_answers import check_same
-from drivetrain_conformance.assertions.weight_checks import (
+from drivetrain_conformance.assertions.weight_checks import check_made_by
+from drivetrain_conformance.cases.weight_sync.checks import (
     NEW,
     TOKENS,
     Late,
@@ -19,7 +20,6 @@ from drivetrain_conformance.assertions.weight_checks import (
     check_kept_cache,
     check_late,
     check_logprobs,
-    check_made_by,
     check_serves,
     check_spans,
     check_state,

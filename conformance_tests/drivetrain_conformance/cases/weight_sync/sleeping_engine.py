@@ -9,13 +9,10 @@ from drivetrain.errors import (
 from drivetrain.types.capability import Capability
 from drivetrain.types.modes import MemoryTag
 from drivetrain_conformance.assertions.refusals import raises
-from drivetrain_conformance.assertions.weight_checks import (
-    check_serves,
-    check_state,
-)
 from drivetrain_conformance.assets.weight_sources import (
     tensors_of,
 )
+from drivetrain_conformance.cases.weight_sync.checks import check_serves, check_state
 from drivetrain_conformance.harness.case import case
 from drivetrain_conformance.harness.testbench import Bench
 from drivetrain_weight_sync import WeightSync

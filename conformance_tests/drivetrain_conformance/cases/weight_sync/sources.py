@@ -8,9 +8,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from hypothesis import HealthCheck, given, seed, settings
+import torch
+from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from drivetrain.backend.toolkit.progress_bars import no_progress_bars
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.errors import (
     EngineStartError,
@@ -25,29 +28,19 @@ from drivetrain_conformance.assertions.event_loop_stalls import check_it_runs
 from drivetrain_conformance.assertions.memory_use import COUNTED, check_steady, held_by
 from drivetrain_conformance.assertions.refusals import refused
 from drivetrain_conformance.assertions.same_answers import check_same
-from drivetrain_conformance.assertions.weight_checks import (
-    NEW,
-    check_holds,
-    check_made_by,
-    check_serves,
-    one_by_one,
-    same_weights_again,
-)
+from drivetrain_conformance.assertions.weight_checks import check_holds, check_made_by
 from drivetrain_conformance.assets.served_models import ModelKind
-from drivetrain_conformance.assets.weight_sources import (
-    FORMS,
-    in_bfloat16,
-    in_form,
-    module_of,
-    of_a_diverged_model,
-    tensors_of,
-    write_checkpoint,
-)
+from drivetrain_conformance.assets.weight_sources import Tensors, in_bfloat16, tensors_of, write_checkpoint
+from drivetrain_conformance.cases.weight_sync.checks import NEW, check_serves, one_by_one, same_weights_again
 from drivetrain_conformance.cases.weight_sync.pushing import ONE_BUCKET, holds_float32, push_source, widened
 from drivetrain_conformance.harness.case import case
+from drivetrain_conformance.harness.random_property import random_property
 from drivetrain_conformance.harness.testbench import Bench
 from drivetrain_weight_sync import WeightInput, WeightSync
 from drivetrain_weight_sync.tensors.dtypes import nbytes_of
+
+_FORMS: Final = ("mapping", "pairs", "function", "module")
+"""Forms in which a trainer may hand over weights."""
 
 
 @case(Capability.WEIGHTS_SHARED_MEMORY, changes_weights=True)
@@ -72,7 +65,7 @@ async def small_buckets_serve_the_same(bench: Bench) -> None:
 async def a_mixture_of_experts_is_served_as_pushed(bench: Bench) -> None:
     """Experts and routers arrive complete in one bucket and in many, by the checkpoint's names and the module's."""
     engine, other = bench.engine, bench.other_weights()
-    old, new, module = tensors_of(bench.model), tensors_of(other), module_of(other)
+    old, new, module = tensors_of(bench.model), tensors_of(other), _module_of(other)
     sources = ((new, ONE_BUCKET), (new, 1), (module, 1), (module.state_dict(), ONE_BUCKET))
     for source, bucket_bytes in sources:
         await push_source(engine, source, NEW, bucket_bytes)
@@ -131,7 +124,7 @@ def _serves_or_names(architecture: str) -> Iterator[None]:
 
 async def _push_tied(bench: Bench, engine: InferenceEngine, folder: Path) -> None:
     other = bench.models.with_other_weights(folder)
-    for source in (module_of(other), tensors_of(other)):
+    for source in (_module_of(other), tensors_of(other)):
         await push_source(engine, tensors_of(folder), "back")
         await push_source(engine, source, NEW)
         check_made_by(bench, await bench.greedy(bench.prompts(3, engine=engine), engine=engine), other, engine)
@@ -173,7 +166,7 @@ async def going_back_to_earlier_weights_gives_their_answers(bench: Bench) -> Non
     before = await one_by_one(bench, prompts)
     await engine.load_weights_from_disk(str(bench.other_weights()), NEW)
     await check_serves(bench, bench.other_weights(), NEW)
-    diverged = write_checkpoint(bench.folder("diverged"), bench.model, of_a_diverged_model(tensors_of(bench.model)))
+    diverged = write_checkpoint(bench.folder("diverged"), bench.model, _of_a_diverged_model(tensors_of(bench.model)))
     await engine.load_weights_from_disk(str(diverged), "diverged")
     for params in (SamplingParams(max_new_tokens=4), SamplingParams(max_new_tokens=4, temperature=0)):
         with refused(NonFiniteLogits, naming="of-nan"):
@@ -223,9 +216,9 @@ async def every_form_of_source_is_served(bench: Bench) -> None:
     """
     engine, other = bench.engine, bench.other_weights()
     old, backwards = tensors_of(bench.model), dict(reversed(tensors_of(other).items()))
-    for form in FORMS:
+    for form in _FORMS:
         await push_source(engine, old, "back")
-        await push_source(engine, in_form(form, backwards, other), form)
+        await push_source(engine, _in_form(form, backwards, other), form)
         await check_serves(bench, other, form)
     if await holds_float32(engine):
         narrow = in_bfloat16(backwards)
@@ -247,21 +240,15 @@ def any_buckets_order_and_form_serve_the_same(bench: Bench) -> None:
 
     expected = bench.run(answers(new, ONE_BUCKET))  # a refusal is raised here, not as a counterexample
 
-    @seed(bench.seed)
-    @settings(
-        max_examples=min(bench.profile.examples, 8),
-        deadline=None,
-        database=None,
-        suppress_health_check=[HealthCheck.too_slow],
-    )
+    @random_property(min(bench.profile.examples, 8), bench.seed)
     @given(
         order=st.permutations(sorted(new)),
-        form=st.sampled_from([form for form in FORMS if form != "module"]),
+        form=st.sampled_from([form for form in _FORMS if form != "module"]),
         bucket_bytes=st.integers(1, 2 * sum(tensor.nbytes for tensor in new.values())),
     )
     def holds(order: list[str], form: str, bucket_bytes: int) -> None:
         shuffled = {name: new[name] for name in order}
-        check_same(bench, bench.run(answers(in_form(form, shuffled, other), bucket_bytes)), expected, model=other)
+        check_same(bench, bench.run(answers(_in_form(form, shuffled, other), bucket_bytes)), expected, model=other)
 
     holds()
 
@@ -281,3 +268,50 @@ async def the_manifest_names_the_checkpoint(bench: Bench) -> None:
         assert spec.shape == tuple(tensor.shape), name
         held = {str(tensor.dtype).removeprefix("torch."), bench.engine.model_info.dtype}
         assert spec.dtype in held, f"{name} is {spec.dtype}"
+
+
+def _of_a_diverged_model(tensors: Tensors) -> Tensors:
+    """Return finite tensors with matrices so large that activations overflow and the logits are NaN."""
+    return {name: _overflowing(tensor) if _multiplies(name, tensor) else tensor for name, tensor in tensors.items()}
+
+
+def _multiplies(name: str, tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.ndim > 1 and not ("embed" in name or "lm_head" in name)
+
+
+def _overflowing(tensor: torch.Tensor) -> torch.Tensor:
+    most = torch.finfo(tensor.dtype).max
+    factor: float = min(most**0.6, most / 2) / (float(tensor.abs().max()) or 1.0)
+    return (tensor.double() * factor).to(tensor.dtype)
+
+
+def _module_of(folder: Path) -> PreTrainedModel:
+    """Load a folder's model as a trainer holds it, in the checkpoint's dtype."""
+    with no_progress_bars():
+        module: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    return module
+
+
+def _reused_buffer(tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every tensor in one buffer, which is overwritten as soon as the next tensor is requested."""
+    buffer = torch.empty(max(tensor.nbytes for tensor in tensors.values()), dtype=torch.uint8)
+    for name, tensor in tensors.items():
+        view = buffer[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        view.copy_(tensor)
+        yield name, view
+        buffer.fill_(255)
+
+
+def _in_form(form: str, tensors: Tensors, folder: Path) -> WeightInput:
+    """Return these tensors (for ``module``, those of the folder) in one of the :data:`_FORMS`."""
+    match form:
+        case "mapping":
+            return tensors
+        case "pairs":
+            return list(tensors.items())
+        case "function":
+            return lambda: _reused_buffer(tensors)
+        case "module":
+            return _module_of(folder)
+        case _:
+            raise AssertionError(form)

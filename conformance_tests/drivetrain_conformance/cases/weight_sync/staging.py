@@ -10,17 +10,8 @@ from drivetrain.errors import (
 )
 from drivetrain.types.capability import Capability
 from drivetrain_conformance.assertions.refusals import raises
-from drivetrain_conformance.assertions.weight_checks import (
-    NEW,
-    check_serves,
-    from_disk,
-    unchanged,
-)
-from drivetrain_conformance.assets.weight_sources import (
-    nowhere,
-    tensors_of,
-    write_checkpoint,
-)
+from drivetrain_conformance.assets.weight_sources import from_disk, nowhere, tensors_of, write_checkpoint
+from drivetrain_conformance.cases.weight_sync.checks import NEW, check_serves, unchanged
 from drivetrain_conformance.harness.case import case
 from drivetrain_conformance.harness.testbench import Bench
 from drivetrain_conformance.harness.time_limits import within

@@ -22,22 +22,21 @@ from drivetrain.types.outputs import Completion
 from drivetrain.types.sampling import SamplingParams
 from drivetrain_conformance.assertions.refusals import raises
 from drivetrain_conformance.assertions.same_answers import check_same
-from drivetrain_conformance.assertions.weight_checks import (
+from drivetrain_conformance.assertions.weight_checks import check_made_by, load_all
+from drivetrain_conformance.assets.weight_sources import from_disk
+from drivetrain_conformance.cases.weight_sync.checks import (
     NEW,
     TOKENS,
     Late,
-    check_made_by,
     check_serves,
     check_spans,
     check_state,
-    from_disk,
-    load_all,
     one,
     one_by_one,
     same_label_again,
 )
 from drivetrain_conformance.cases.weight_sync.pushing import free_port
-from drivetrain_conformance.engine_model.replay import Live, proceed, settle
+from drivetrain_conformance.engine_model.live_requests import Live, proceed, settle
 from drivetrain_conformance.harness.case import case
 from drivetrain_conformance.harness.testbench import Bench, TooLate, in_time
 from drivetrain_conformance.harness.time_limits import within
@@ -124,8 +123,7 @@ async def a_new_label_divides_what_is_in_flight(bench: Bench) -> None:
         with in_time(completion):
             check_spans(completion, version, "renamed")
     check_made_by(bench, completions, bench.model)
-    freezing = {Capability.PAUSE_IN_PLACE: PauseMode.IN_PLACE, Capability.PAUSE_RETRACT: PauseMode.RETRACT}
-    modes = [mode for needed, mode in freezing.items() if bench.claims(needed)]
+    modes = bench.freezes()
     if modes and bench.claims(Capability.STREAMING):
         completion, before = await _renamed_while_frozen(bench, modes[0])
         check_spans(completion, version, "renamed")

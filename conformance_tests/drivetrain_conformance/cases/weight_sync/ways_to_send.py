@@ -4,16 +4,8 @@ from __future__ import annotations
 
 from drivetrain.types.capability import Capability
 from drivetrain_conformance.assertions.same_answers import check_same
-from drivetrain_conformance.assertions.weight_checks import (
-    NEW,
-    check_serves,
-    one_by_one,
-)
-from drivetrain_conformance.assets.weight_sources import (
-    in_bfloat16,
-    tensors_of,
-    write_checkpoint,
-)
+from drivetrain_conformance.assets.weight_sources import in_bfloat16, tensors_of, write_checkpoint
+from drivetrain_conformance.cases.weight_sync.checks import NEW, check_serves, one_by_one
 from drivetrain_conformance.cases.weight_sync.pushing import check_a_full_disk_changes_nothing, holds_float32, widened
 from drivetrain_conformance.harness.case import Hardware, case
 from drivetrain_conformance.harness.testbench import Bench

@@ -12,7 +12,7 @@ from drivetrain.errors import UnsupportedCapability
 from drivetrain.types.capability import Capability
 from drivetrain.types.sampling import LogprobsMode, SamplingParams
 from drivetrain_conformance.harness.testbench import Bench, NoOracle
-from drivetrain_conformance.references.oracle import Logits, log_softmax
+from drivetrain_conformance.references.oracle import token_logprobs
 from drivetrain_conformance.references.tolerances import ROUGHEST
 
 _PROMPTS: Final = 4
@@ -55,16 +55,12 @@ async def check_precision(bench: Bench, engine: InferenceEngine) -> None:
             exact = bench.output_logprobs(completion)
             errors += np.subtract(completion.logprobs or [], exact).tolist()
             for rows in bench.rounded_output_logits(completion, engine):
-                rounding += np.subtract(_of_tokens(rows, completion.token_ids), exact).tolist()
+                rounding += np.subtract(token_logprobs(rows, completion.token_ids), exact).tolist()
         ratio = _root_mean_square(errors) / (_root_mean_square(rounding) or 1.0)
         assert ratio <= ROUGHEST, (
             f"errors of {len(errors)} logprobs are {ratio:.2f} times those of weights rounded to "
             f"{engine.model_info.dtype}: {_root_mean_square(errors):.4f} nats; at most {ROUGHEST:g} times is that dtype"
         )
-
-
-def _of_tokens(rows: Logits, token_ids: list[int]) -> list[float]:
-    return [float(row[token]) for row, token in zip(log_softmax(rows), token_ids, strict=True)]
 
 
 def _root_mean_square(values: list[float]) -> float:

@@ -1,4 +1,4 @@
-"""Check models that keep recurrent states: whatever a batch, a cache or a control call does to a state, it stays right.
+"""Recurrent models: whatever a batch, a cache or a control call does to a state, it stays right.
 
 A state is one tensor for all tokens of a row. It is silently wrong if it is lost or mixed up where rows join, leave or
 move, where buffers grow, where a prefix is taken from a cache, and where padding is computed.
@@ -16,22 +16,43 @@ from drivetrain.engine.states import EngineState
 from drivetrain.errors import EngineStartError, InvalidConfig, InvalidRequest, UnsupportedCapability
 from drivetrain.testing import tiny_model
 from drivetrain.types.capability import Capability
-from drivetrain.types.modes import MemoryTag, PauseMode
+from drivetrain.types.modes import MemoryTag
 from drivetrain.types.outputs import Completion
 from drivetrain.types.sampling import LogprobsMode, SamplingParams
 from drivetrain_conformance.assertions.same_answers import check_greedy
 from drivetrain_conformance.assets.made_adapters import has_layers, make_adapter, merge
+from drivetrain_conformance.harness.case import case
 from drivetrain_conformance.harness.testbench import Bench
 from drivetrain_conformance.harness.time_limits import within
 
 _LONG: Final = 180
 """Tokens of an answer for which buffers of keys, values and states grow."""
 _BOUND: Final = 120.0
-_FREEZES: Final = {Capability.PAUSE_IN_PLACE: PauseMode.IN_PLACE, Capability.PAUSE_RETRACT: PauseMode.RETRACT}
 _ADAPTED: Final = ("q_proj", "v_proj")
 
 
-async def check_recurrent_model(bench: Bench, architecture: str) -> None:
+def _make_recurrent_case(architecture: str, keeps: str) -> None:
+    async def body(bench: Bench) -> None:
+        await _check_model(bench, architecture)
+
+    body.__name__ = f"{architecture}_is_right_or_refused"
+    body.__doc__ = f"""A model that keeps {keeps}, such as {architecture}, is right or refused at start.
+
+    Its answers are those of a plain forward pass in batches, beside aborted rows, through freezes, with cached
+    prefixes, with adapters and after updates. An engine that cannot serve it raises InvalidConfig or EngineStartError.
+    """
+    case(own_engine=True)(body)
+
+
+for _architecture, _keeps in {
+    "mamba2": "recurrent states alone",
+    "falcon_h1": "recurrent states beside keys and values",
+    "qwen3_next": "recurrent states in some of its layers",
+}.items():
+    _make_recurrent_case(_architecture, _keeps)
+
+
+async def _check_model(bench: Bench, architecture: str) -> None:
     """Raise unless an engine serves a tiny model of this architecture as a plain forward pass, or refuses to start."""
     model = tiny_model(architecture, dtype=bench.models.dtype)
     adapted = has_layers(model, _ADAPTED)
@@ -92,7 +113,7 @@ async def _check_an_abort(bench: Bench, engine: InferenceEngine, model: Path) ->
 
 async def _check_freezes(bench: Bench, engine: InferenceEngine, model: Path) -> None:
     """Check that rows continue where they were after each kind of freeze."""
-    for mode in (mode for needed, mode in _FREEZES.items() if engine.supports(needed)):
+    for mode in bench.freezes(engine):
         prompts = [bench.prompt(length, engine) for length in (25, 6)]
         async with bench.in_flight(prompts, _params(engine, _LONG), engine, tokens=0) as task:
             await engine.pause_generation(mode)

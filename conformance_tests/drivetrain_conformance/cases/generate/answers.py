@@ -1,4 +1,4 @@
-"""Generation basics, which every engine supports whatever it claims."""
+"""Answers: tokens, ends, samples, prompts, lengths, and the models that make them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from drivetrain.types.outputs import Completion, FinishReason, GenerationOutput,
 from drivetrain.types.prompts import ChatPrompt, Message, PromptLike, TextPrompt, TokenPrompt
 from drivetrain.types.sampling import LogprobsMode, SamplingParams
 from drivetrain_conformance.assertions.common_checks import assert_idle_soon, ending_prompt
-from drivetrain_conformance.assertions.recurrent_models import check_recurrent_model
 from drivetrain_conformance.assertions.refusals import refused
 from drivetrain_conformance.assertions.same_answers import check_greedy, check_same
 from drivetrain_conformance.engine_model.field_batches import field_batch
@@ -631,27 +630,6 @@ async def frequencies_that_depend_on_length_are_right_or_refused(bench: Bench) -
                 )
     finally:
         await engine.teardown()
-
-
-def _make_recurrent_case(architecture: str, keeps: str) -> None:
-    async def body(bench: Bench) -> None:
-        await check_recurrent_model(bench, architecture)
-
-    body.__name__ = f"{architecture}_is_right_or_refused"
-    body.__doc__ = f"""A model that keeps {keeps}, such as {architecture}, is right or refused at start.
-
-    Its answers are those of a plain forward pass in batches, beside aborted rows, through freezes, with cached
-    prefixes, with adapters and after updates. An engine that cannot serve it raises InvalidConfig or EngineStartError.
-    """
-    case(own_engine=True)(body)
-
-
-for _architecture, _keeps in {
-    "mamba2": "recurrent states alone",
-    "falcon_h1": "recurrent states beside keys and values",
-    "qwen3_next": "recurrent states in some of its layers",
-}.items():
-    _make_recurrent_case(_architecture, _keeps)
 
 
 _UNUSUAL: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {

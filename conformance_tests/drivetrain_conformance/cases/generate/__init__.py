@@ -1,0 +1,1 @@
+"""Generation basics, which every engine supports whatever it claims."""

@@ -1,0 +1,1 @@
+"""An engine's life: start, description, profile, saving, end, and nothing left behind."""
