@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncGenerator, Mapping
@@ -38,6 +37,7 @@ class HolderProcess:
 
     def __init__(self, process: Process) -> None:
         self._process = process
+        self._is_killed = False
 
     async def attach(self, handle: EngineHandle) -> None:
         """Connect to the engine."""
@@ -52,8 +52,10 @@ class HolderProcess:
         await self._order({"update": request.model_dump(mode="json")})
 
     def kill(self) -> None:
-        """Kill the process: it says nothing more to the owner."""
-        self._process.send_signal(signal.SIGKILL)
+        """Kill the process, which says nothing more to the owner; idempotent."""
+        if not self._is_killed:  # a second signal would reap the process before asyncio does
+            self._is_killed = True
+            self._process.kill()
 
     async def _order(self, order: Mapping[str, object]) -> None:
         to_holder, from_holder = self._process.stdin, self._process.stdout
@@ -75,13 +77,13 @@ async def holder_of(engine: InferenceEngine) -> AsyncGenerator[HolderProcess, No
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "drivetrain_conformance.harness.holder_process"), stdin=PIPE, stdout=PIPE
     )
+    holder = HolderProcess(process)
     try:
-        holder = HolderProcess(process)
         await holder.attach(handle)
         yield holder
     finally:
         if process.returncode is None:
-            process.kill()
+            holder.kill()
         await process.wait()
 
 
