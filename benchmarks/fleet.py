@@ -9,10 +9,16 @@ time, computes 8,000 prompt tokens per second of prompts that it has not seen, a
 collector leaves alone what was imported (``gc.freeze``), as in a host process; a pass over torch's objects takes longer
 than anything that is measured here.
 
+Throughput and times are those of a clock that counts CPU time and skips waits (``cpu_clock.py``), so other work on the
+machine does not count.
+
 - Throughput of a fleet of N, against N engines that are called directly with the same requests, in turn, in one run.
 - Time added per request: the difference of the quantiles of the latencies of these two. All requests begin at once, so
   the last one has waited for the work of all; then as many clients make four requests each, one after another, and do
-  not begin together.
+  not begin together ("steady").
+- Steady latencies above the engine's own time, called directly and through the fleet, without the garbage collector
+  and with it. A pass of the collector looks at every object of 1,000 requests: whichever request ends then waits for
+  it, also at an engine that is called directly. Passes are counted, and their share of the time that clients wait.
 - CPU time added per request of 32 tokens.
 - Share of prompt tokens that were cached, in a replay of sessions of 43 turns with a shared system prompt; two of five
   sessions fork a sub-agent half-way. The same replay routed at random and round robin.
@@ -33,10 +39,12 @@ import os
 import random
 import statistics
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from cpu_clock import CollectorPasses, CpuClockLoop
 from simulated import SimulatedBackend, simulated_engine
 
 from drivetrain import Capability, InferenceEngine, SamplingParams, create_engine
@@ -54,6 +62,8 @@ AT_ONCE = 256
 PREFILL_PER_S = 8_000
 CACHED_TOKENS = 2_000_000
 TOKENS = 32
+ROUNDS = 3
+PARTS = ("throughput", "replay", "control")
 
 
 class TimedBackend(SimulatedBackend):
@@ -128,6 +138,19 @@ def timed(engine: InferenceEngine) -> TimedBackend:
 
 
 @dataclass
+class Steady:
+    """Milliseconds of a request above its engine's own time, medians over the rounds; and passes of the collector."""
+
+    p50_ms: float
+    p99_ms: float
+    collected_p50_ms: float
+    collected_p99_ms: float
+    passes: float
+    longest_pass_ms: float
+    passes_share: float
+
+
+@dataclass
 class Throughput:
     engines: int
     requests: int
@@ -139,29 +162,51 @@ class Throughput:
     steady_added_p50_ms: float
     steady_added_p99_ms: float
     added_cpu_us_per_request: float
+    direct: Steady
+    fleet: Steady
 
 
-async def load(call: Callable[[int], Awaitable[object]], requests: int) -> tuple[float, list[float]]:
+@dataclass
+class Found:
+    """One round."""
+
+    seconds: float
+    """Of all requests at once."""
+    latencies: list[float]
+    """Of each of them."""
+    cpu_seconds: float
+    """Of all of them."""
+    steady: list[float]
+    """Latencies of clients, without the garbage collector."""
+    collected: list[float]
+    """The same, with it."""
+    collected_seconds: float
+    passes: list[float]
+    """Seconds of each pass of the collector meanwhile."""
+
+
+Call = Callable[[int], Awaitable[object]]
+
+
+async def load(call: Call, requests: int) -> tuple[float, list[float]]:
     """Make all calls at once; return the seconds of all and of each."""
     latencies: list[float] = []
+    clock = asyncio.get_running_loop().time
 
     async def one(index: int) -> None:
-        begun = time.perf_counter()
+        begun = clock()
         await call(index)
-        latencies.append(time.perf_counter() - begun)
+        latencies.append(clock() - begun)
 
-    begun = time.perf_counter()
+    begun = clock()
     await asyncio.gather(*(one(index) for index in range(requests)))
-    return time.perf_counter() - begun, latencies
+    return clock() - begun, latencies
 
 
-Found = tuple[float, list[float], list[float], float]
-"""Seconds of all requests at once, of each of them, and of each one of clients; CPU seconds of the first."""
-
-
-async def steady(call: Callable[[int], Awaitable[object]], clients: int, seconds: float) -> list[float]:
+async def steady(call: Call, clients: int, seconds: float) -> list[float]:
     """Let clients that begin within ``seconds`` make four requests each; return the seconds of all but their first."""
     latencies: list[float] = []
+    clock = asyncio.get_running_loop().time
     rng = random.Random(0)
     starts = [rng.uniform(0, seconds) for _ in range(clients)]
 
@@ -169,12 +214,42 @@ async def steady(call: Callable[[int], Awaitable[object]], clients: int, seconds
         await asyncio.sleep(starts[index])
         await call(index)
         for _ in range(3):
-            begun = time.perf_counter()
+            begun = clock()
             await call(index)
-            latencies.append(time.perf_counter() - begun)
+            latencies.append(clock() - begun)
 
     await asyncio.gather(*(one(index) for index in range(clients)))
     return latencies
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Let the garbage collector make no pass within, and a full one before."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+async def measured(call: Call, requests: int, seconds: float) -> Found:
+    """Make one round; ``seconds`` is the time for a token."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, CpuClockLoop)
+    passes = CollectorPasses()
+    with loop.clock.counting():
+        with uncollected():
+            used = time.thread_time()
+            took, latencies = await load(call, requests)
+            used = time.thread_time() - used
+        with uncollected():
+            without = await steady(call, requests, TOKENS * seconds)
+        gc.collect()
+        begun = loop.time()
+        with passes.watched():
+            collected = await steady(call, requests, TOKENS * seconds)
+        return Found(took, latencies, used, without, collected, loop.time() - begun, passes.seconds)
 
 
 async def throughput(model: Path, count: int, requests: int, seconds: float) -> Throughput:
@@ -182,51 +257,69 @@ async def throughput(model: Path, count: int, requests: int, seconds: float) -> 
     rng = random.Random(count)
     prompts = [[rng.randrange(250) for _ in range(64)] for _ in range(requests)]
 
-    async def both(call: Callable[[int], Awaitable[object]]) -> Found:
-        used = time.process_time()
-        took, latencies = await load(call, requests)
-        used = time.process_time() - used
-        return took, latencies, await steady(call, requests, TOKENS * seconds), used
-
     async def direct() -> Found:
         engines = [engine_of(model, seconds) for _ in range(count)]
         for engine in engines:
             await engine.start()
-        found = await both(lambda index: engines[index % count].generate([prompts[index]], params))
+        found = await measured(
+            lambda index: engines[index % count].generate([prompts[index]], params), requests, seconds
+        )
         for engine in engines:
             await engine.teardown()
         return found
 
     async def through() -> Found:
         async with InferenceEngineClient([engine_of(model, seconds) for _ in range(count)]) as fleet:
-            return await both(lambda index: fleet.generate([prompts[index]], params))
+            return await measured(lambda index: fleet.generate([prompts[index]], params), requests, seconds)
 
-    directs, throughs = [], []
-    for _ in range(3):
+    directs: list[Found] = []
+    throughs: list[Found] = []
+    for _ in range(ROUNDS):
         directs.append(await direct())
         throughs.append(await through())
-    fastest, fleets = min(one[0] for one in directs), min(one[0] for one in throughs)
+    fastest, fleets = min(one.seconds for one in directs), min(one.seconds for one in throughs)
     tokens = requests * TOKENS
 
     def added(of: Callable[[Found], float]) -> float:
-        """Return the difference of the medians over the runs."""
+        """Return the difference of the medians over the rounds."""
         return statistics.median(map(of, throughs)) - statistics.median(map(of, directs))
 
-    def added_ms(latencies: Callable[[Found], list[float]], quantile: int) -> float:
-        return 1000 * added(lambda one: statistics.quantiles(latencies(one), n=100)[quantile - 1])
+    def summed_up(rounds: Sequence[Found]) -> Steady:
+        def median(of: Callable[[Found], float]) -> float:
+            return statistics.median(map(of, rounds))
 
+        def above_ms(latencies: Callable[[Found], list[float]], percentile: int) -> float:
+            return median(lambda one: quantile_ms(latencies(one), percentile) - 1000 * TOKENS * seconds)
+
+        return Steady(
+            above_ms(lambda one: one.steady, 50),
+            above_ms(lambda one: one.steady, 99),
+            above_ms(lambda one: one.collected, 50),
+            above_ms(lambda one: one.collected, 99),
+            median(lambda one: len(one.passes)),
+            median(lambda one: 1000 * max(one.passes, default=0.0)),
+            median(lambda one: sum(one.passes) / one.collected_seconds),
+        )
+
+    of_direct, of_fleet = summed_up(directs), summed_up(throughs)
     return Throughput(
         count,
         requests,
         tokens / fastest,
         tokens / fleets,
         fastest / fleets,
-        added_ms(lambda one: one[1], 50),
-        added_ms(lambda one: one[1], 99),
-        added_ms(lambda one: one[2], 50),
-        added_ms(lambda one: one[2], 99),
-        1e6 * added(lambda one: one[3]) / requests,
+        added(lambda one: quantile_ms(one.latencies, 50)),
+        added(lambda one: quantile_ms(one.latencies, 99)),
+        of_fleet.p50_ms - of_direct.p50_ms,
+        of_fleet.p99_ms - of_direct.p99_ms,
+        1e6 * added(lambda one: one.cpu_seconds) / requests,
+        of_direct,
+        of_fleet,
     )
+
+
+def quantile_ms(seconds: Sequence[float], percentile: int) -> float:
+    return 1000 * statistics.quantiles(seconds, n=100)[percentile - 1]
 
 
 @dataclass
@@ -367,7 +460,9 @@ async def control(model: Path, count: int, requests: int, seconds: float) -> Con
 # The run ----------------------------------------------------------------------------------------------------------
 
 
-async def run(counts: Sequence[int], requests: int, seconds: float) -> dict[str, list[dict[str, object]]]:
+async def run(
+    counts: Sequence[int], requests: int, seconds: float, only: Sequence[str]
+) -> dict[str, list[dict[str, object]]]:
     model = tiny_model()
     gc.collect()
     gc.freeze()
@@ -376,12 +471,15 @@ async def run(counts: Sequence[int], requests: int, seconds: float) -> dict[str,
         ("random", AtRandom()),
         ("round robin", InTurn()),
     ]
-    found: dict[str, list[dict[str, object]]] = {"throughput": [], "replay": [], "control": []}
-    for count in counts:
-        found["throughput"].append(vars(await throughput(model, count, requests, seconds)))
-    for name, router in routings:
-        found["replay"].append(vars(await replay(model, max(counts), name, router, seconds / 10)))
-    found["control"].append(vars(await control(model, max(counts), requests, seconds)))
+    found: dict[str, list[dict[str, object]]] = {name: [] for name in only}
+    if "throughput" in only:
+        for count in counts:
+            found["throughput"].append(asdict(await throughput(model, count, requests, seconds)))
+    if "replay" in only:
+        for name, router in routings:
+            found["replay"].append(asdict(await replay(model, max(counts), name, router, seconds / 10)))
+    if "control" in only:
+        found["control"].append(asdict(await control(model, max(counts), requests, seconds)))
     return found
 
 
@@ -391,23 +489,30 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=1000, help="with --backend: for each engine")
     parser.add_argument("--ms-per-token", type=float, default=100.0)
     parser.add_argument("--backend", choices=("transformers", "sglang", "vllm", "echo"), help="measure real engines")
+    parser.add_argument("--only", action="append", choices=PARTS, help="what is measured; repeatable; default: all")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     if given.backend:
         rows = asyncio.run(real(given.backend, tiny_model(), given.engines, given.requests))
-        found = {"throughput": [vars(row) for row in rows]}
+        found = {"throughput": [asdict(row) for row in rows]}
     else:
-        found = asyncio.run(run(given.engines, given.requests, given.ms_per_token / 1000))
+        with asyncio.Runner(loop_factory=CpuClockLoop) as runner:
+            found = runner.run(run(given.engines, given.requests, given.ms_per_token / 1000, given.only or PARTS))
     if given.json:
         print(json.dumps({"arguments": vars(given), **found}, indent=1))
         return
-    for name, rows in found.items():
+    for name, lines in found.items():
         print(name)
-        for row in rows:
-            shown = [
-                f"{key} {value:,.3f}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items()
-            ]
-            print("  " + ", ".join(shown))
+        for row in lines:
+            print("  " + ", ".join(shown(row)))
+
+
+def shown(row: Mapping[str, object], of: str = "") -> Iterator[str]:
+    for key, value in row.items():
+        if isinstance(value, Mapping):
+            yield from shown(value, f"{key} ")
+        else:
+            yield f"{of}{key} {value:,.3f}" if isinstance(value, float) else f"{of}{key} {value}"
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from drivetrain import (
     EngineBusy,
     EngineDied,
     EngineHandle,
+    EngineState,
     EngineStateError,
     InferenceEngine,
     InvalidConfig,
@@ -32,9 +33,11 @@ from drivetrain import (
     WeightUpdateRequest,
     WireError,
     attach,
+    create_engine,
 )
 from drivetrain.attached.connection import OwnerConnection
 from drivetrain.engine import listener
+from drivetrain.engine.holder_calls import Claims, HolderCalls
 from drivetrain.process.wire import from_host, read
 from drivetrain_weight_sync import WeightSync
 from engines import OpenEngine, tensors_for, until
@@ -430,3 +433,29 @@ async def test_holders_come_and_go_without_a_trace(open_engine: OpenEngine) -> N
         threads, descriptors = await some(3)
         await some(10)
         await until(lambda: own_threads() <= threads and len(os.listdir("/proc/self/fd")) <= descriptors)
+
+
+@pytest.mark.parametrize("isolation", ["inline", "process"])
+def test_an_event_loop_that_ends_within_a_holders_update_leaves_it(model: Path, isolation: str) -> None:
+    """The update breaks off in order, also one whose host was killed while it loaded a bucket."""
+    reported: list[dict[str, object]] = []
+
+    async def main() -> tuple[InferenceEngine, HolderCalls]:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
+        engine = create_engine("transformers", model=str(model), isolation=isolation)
+        await engine.start()
+        calls = HolderCalls("a holder", engine.parts, Claims())
+        await calls.begin_update(WeightUpdateRequest(version="never", source=DiskSource(path=str(model))))
+        loading = asyncio.create_task(calls.load_buckets([0]))
+        await asyncio.sleep(0)
+        if engine.host_pid is None:
+            await loading
+        else:
+            os.kill(engine.host_pid, signal.SIGKILL)
+        return engine, calls  # nobody tears it down, and the update is under way
+
+    with asyncio.Runner() as runner:
+        engine, _ = runner.run(main())
+    assert not reported
+    assert engine.get_weight_version() == "initial"
+    assert engine.state in (EngineState.DIRTY, EngineState.FAILED)

@@ -20,6 +20,7 @@ from drivetrain_conformance.assertions.lasting_state import every_logprob, with_
 from drivetrain_conformance.assertions.refusals import refused
 from drivetrain_conformance.assertions.same_answers import check_prefix, check_same
 from drivetrain_conformance.harness.case import case
+from drivetrain_conformance.harness.holder_process import LIFTED_S, holder_of
 from drivetrain_conformance.harness.testbench import Bench, TooLate, check_held, in_time, until_idle
 from drivetrain_conformance.harness.time_limits import result_of, within
 
@@ -595,6 +596,31 @@ async def _freezes(bench: Bench, mode: PauseMode) -> None:
         resumed = await result_of(task)
     _check_running(engine)
     check_same(bench, resumed.completions, whole.completions)
+    await _goes_on_without_its_holder(bench, mode, prompts, params, whole.completions)
+
+
+async def _goes_on_without_its_holder(
+    bench: Bench,
+    mode: PauseMode,
+    prompts: Sequence[list[int]],
+    params: Sequence[SamplingParams],
+    whole: Sequence[Completion],
+) -> None:
+    """Let a holder in another process pause, and kill it: nobody else would end its pause."""
+    engine = bench.engine
+    async with holder_of(engine) as holder, bench.in_flight(prompts, params) as task:
+        await holder.pause(mode)
+        await _is_paused(engine)  # a remote engine's page hears of it a little later
+        _check_paused(engine, mode)
+        await check_held(engine, task)
+        async with _arrival(bench):
+            holder.kill()
+            async with within("the pause of a holder that was killed", LIFTED_S):
+                while engine.is_paused:  # noqa: ASYNC110 - the engine may be another process's
+                    await asyncio.sleep(0.005)
+        resumed = await result_of(task)
+    _check_running(engine)
+    check_same(bench, resumed.completions, whole)
 
 
 def _check_cut(bench: Bench, part: Completion, whole: Completion) -> None:

@@ -245,6 +245,33 @@ class takes_any_pause_mode(InferenceEngine):
         await super().pause_generation(mode if known else PauseMode.ABORT, timeout=timeout)
 
 
+@mutant("pause/in_place_freezes_requests_in_flight", says="the pause of a holder that was killed did not end")
+class keeps_the_pause_of_a_gone_holder(PauseAndSleep):
+    """The pause of a holder outlives it: nobody is left to end it."""
+
+    async def lift(self) -> None:
+        pass
+
+
+@mutant("pause/in_place_freezes_requests_in_flight", says="hangs: what was awaited")
+class lifts_a_pause_and_freezes_on(PauseAndSleep):
+    """The pause of a holder that is gone ends, and the requests stay frozen."""
+
+    async def lift(self) -> None:
+        self.controller.move_to(self.controller.status.lift_pause())
+
+
+@mutant(
+    "weight_sync/an_update_that_breaks_off_leaves_the_engine_dirty",
+    says="the pause and the update of a holder that was killed did not end",
+)
+class keeps_the_pause_of_one_gone_in_an_update(PauseAndSleep):
+    """A holder that dies within a weight update leaves its pause: a dirty engine refuses to go on."""
+
+    async def lift(self) -> None:
+        await self.resume()
+
+
 # Sleep ---------------------------------------------------------------------------------------------------------------
 
 

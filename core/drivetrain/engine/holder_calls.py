@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator
-from contextlib import AbstractAsyncContextManager, aclosing
+from contextlib import aclosing
 
 from drivetrain.backend.base import EngineStats, GenerateRequest, GenerateResult, ReadMedium, TokenDelta
 from drivetrain.backend.toolkit.deadlines import deadline
+from drivetrain.engine.held_update import HeldUpdate
 from drivetrain.engine.parts import Parts
 from drivetrain.engine.samples import Sample, Samples
 from drivetrain.engine.weight_transaction import WeightTransaction
@@ -52,7 +53,7 @@ class HolderCalls(SharedEngine):
         self.parts = parts
         self.claims = claims
         self._prepared: WeightUpdateRequest | None = None
-        self._update: AbstractAsyncContextManager[WeightTransaction] | None = None
+        self._update: HeldUpdate | None = None
         self._transaction: WeightTransaction | None = None
         self._applying: set[asyncio.Task[AppliedUpdate]] = set()
 
@@ -186,9 +187,9 @@ class HolderCalls(SharedEngine):
     async def begin_update(self, request: WeightUpdateRequest | None) -> int:
         if self._update is not None:
             raise EngineBusy("an update that this holder began is under way; commit it or break it off first")
-        update = self.parts.updates.update(self._take(request))
+        update = HeldUpdate(self.parts.updates.update(self._take(request)))
         try:
-            self._transaction = await update.__aenter__()
+            self._transaction = await update.begin()
         except BaseException:
             self._release_weights()
             raise
@@ -207,7 +208,7 @@ class HolderCalls(SharedEngine):
             raise EngineStateError("no update was begun; begin one first", state="idle")
         self._update = self._transaction = None
         try:
-            await update.__aexit__(None, None, None)
+            await update.commit()
         finally:
             self._release_weights()
         return AppliedUpdate(transaction.nbytes, transaction.paused_seconds)
@@ -216,12 +217,8 @@ class HolderCalls(SharedEngine):
         update, self._update, self._transaction = self._update, None, None
         if update is None:
             return
-        error = WeightTransferFailed(reason)
         try:
-            await update.__aexit__(WeightTransferFailed, error, None)
-        except WeightTransferFailed as raised:
-            if raised is not error:
-                raise
+            await update.break_off(WeightTransferFailed(reason))
         finally:
             self._release_weights()
 

@@ -6,10 +6,13 @@ import asyncio
 import math
 import re
 import time
-from collections.abc import Coroutine
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 
 from drivetrain.engine.engine import InferenceEngine
+from drivetrain.engine.pause_and_sleep import PAUSE_CAPABILITY
 from drivetrain.engine.states import EngineState
 from drivetrain.errors import (
     DeadlineExceeded,
@@ -17,6 +20,7 @@ from drivetrain.errors import (
     WeightVerifyFailed,
 )
 from drivetrain.types.capability import Capability
+from drivetrain.types.modes import PauseMode
 from drivetrain.types.sampling import SamplingParams
 from drivetrain.types.weights import (
     WeightManifest,
@@ -38,6 +42,7 @@ from drivetrain_conformance.cases.weight_sync.checks import (
     same_weights_again,
 )
 from drivetrain_conformance.harness.case import case
+from drivetrain_conformance.harness.holder_process import LIFTED_S, holder_of
 from drivetrain_conformance.harness.testbench import Bench, TooLate, in_time
 from drivetrain_conformance.harness.time_limits import within
 from drivetrain_weight_sync import WeightSync, make_plan
@@ -57,6 +62,15 @@ async def an_update_that_breaks_off_leaves_the_engine_dirty(bench: Bench) -> Non
     assert "the trainer was lost" in str(failure.error)
     await check_dirty(bench, version)
     await check_recovers(bench)
+    version = engine.get_weight_version()
+    async with holder_of(engine) as holder:
+        if mode := next((mode for mode in PauseMode if bench.claims(PAUSE_CAPABILITY[mode])), None):
+            await holder.pause(mode)
+        await holder.begin_update(from_disk(bench.model, plan=plan))
+        holder.kill()
+        await _is_given_up(engine)
+    await check_dirty(bench, version)
+    await check_recovers(bench)  # the pause has ended with its holder
 
 
 @case(Capability.WEIGHTS_SHARED_MEMORY, changes_weights=True)
@@ -209,6 +223,13 @@ async def _prepared(engine: InferenceEngine, request: WeightUpdateRequest) -> We
     return request
 
 
+async def _is_given_up(engine: InferenceEngine) -> None:
+    """Return once nothing is left of an update whose sender was killed, nor of its pause."""
+    async with within("the pause and the update of a holder that was killed", LIFTED_S):
+        while engine.state is not EngineState.DIRTY or engine.status.paused is not None:  # noqa: ASYNC110 - no event
+            await asyncio.sleep(0.005)
+
+
 async def _seconds(step: Coroutine[object, object, None]) -> float:
     begun = time.monotonic()
     await step
@@ -225,25 +246,46 @@ async def _seconds(step: Coroutine[object, object, None]) -> float:
 async def requests_outlive_an_update_that_breaks_off(bench: Bench) -> None:
     """Requests in flight and new ones wait while the engine is dirty, and complete once an update is committed."""
     engine, other = bench.engine, bench.other_weights()
-    version = engine.get_weight_version()
     await same_weights_again(bench)
     await same_label_again(engine)
-    async with bench.in_flight(bench.prompts(2), bench.long()) as running, Late(bench) as late:
+
+    async with _outlived(bench, bench.model, other, "recovered") as late:
         with raises(WeightTransferFailed, "an update that broke off"):
             async with engine.weight_update(from_disk(other)):
                 late.arrive()
                 assert await late.is_held(), "a request was served in the middle of an update"
                 raise ConnectionError("the trainer was lost")
+
+    async with holder_of(engine) as holder, _outlived(bench, other, bench.model, "again") as late:
+        await holder.begin_update(from_disk(bench.model))
+        late.arrive()
+        assert await late.is_held(), "a request was served in the middle of another process's update"
+        holder.kill()
+        await _is_given_up(engine)
+
+
+@asynccontextmanager
+async def _outlived(bench: Bench, old: Path, new: Path, recovered: str) -> AsyncGenerator[Late, None]:
+    """Require requests to wait while the block leaves the engine dirty, and to complete once ``new`` is pushed.
+
+    Yields a request that arrives in the block.
+    """
+    engine = bench.engine
+    version = engine.get_weight_version()
+    async with bench.in_flight(bench.prompts(2), bench.long()) as running, Late(bench) as late:
+        yield late
         await check_dirty(bench, version)
         assert await late.is_held(), "a request was served by weights of no version"
         with in_time(running):
             assert not running.done(), "requests went on with weights of no version"
-        await engine.load_weights_from_disk(str(other), "recovered")
-        for completion in (await running).completions:
-            check_spans(completion, version, "recovered")
-            check_boundary(bench, completion, bench.model, other)
-        check_made_by(bench, [await late.completion()], other)
-    await check_serves(bench, other, "recovered")
+        await engine.load_weights_from_disk(str(new), recovered)
+        async with within():
+            completions = (await running).completions
+        for completion in completions:
+            check_spans(completion, version, recovered)
+            check_boundary(bench, completion, old, new)
+        check_made_by(bench, [await late.completion()], new)
+    await check_serves(bench, new, recovered)
 
 
 def _one_of_each_kind(manifest: WeightManifest) -> list[str]:
