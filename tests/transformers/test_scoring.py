@@ -12,7 +12,7 @@ import torch
 
 import drivetrain_transformers.scoring
 import oracle
-from drivetrain import Completion, InferenceEngine, InvalidRequest, create_engine
+from drivetrain import Completion, InferenceEngine, create_engine
 from drivetrain.testing import tiny_model
 from drivetrain_sampling.scores import score_rows
 from drivetrain_transformers.model import LoadedModel
@@ -100,11 +100,6 @@ async def test_tokens_and_scores_of_one_request_outlast_a_retraction(engine: Inf
             assert completion.scores is None, "one completion of each prompt has its scores"
         else:
             assert_scores(completion, at, plain, 0.7)
-
-
-async def test_prompt_logprobs_are_refused_beside_scores(engine: InferenceEngine) -> None:
-    with pytest.raises(InvalidRequest, match="prompt_logprobs=0: compute_logprobs"):
-        await engine.compute_logprobs([[1, 2]], sampling_params={"max_new_tokens": 1, "prompt_logprobs": 0})
 
 
 async def test_prefixes_are_reused_up_to_the_first_position(engine: InferenceEngine) -> None:
