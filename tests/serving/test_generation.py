@@ -280,14 +280,13 @@ async def test_given_ids_are_scored_at_the_prompts_tokens(client: httpx.AsyncCli
     assert plain["prompt_token_id_logprobs"] is None
 
 
-@pytest.mark.parametrize(("n", "more", "requests"), [(1, {}, 1), (3, {}, 3), (1, {"prompt_logprobs": 1}, 2)])
+@pytest.mark.parametrize(("n", "more"), [(1, {}), (3, {}), (1, {"prompt_logprobs": 1}), (3, {"prompt_logprobs": 0})])
 async def test_scores_and_tokens_come_of_one_request_of_the_engine(
     client: httpx.AsyncClient,
     engine: InferenceEngine,
     monkeypatch: pytest.MonkeyPatch,
     n: int,
     more: dict[str, object],
-    requests: int,
 ) -> None:
     prompt, ids = [5, 9, 7, 60, 61], [[1, 2], [3, 3], [4, 5], [6, 7]]
     asked: list[GenerateRequest] = []
@@ -301,7 +300,7 @@ async def test_scores_and_tokens_come_of_one_request_of_the_engine(
     params = {"temperature": 0, "max_tokens": 6, "logprobs": 0, "n": n, **more}
     both = params | {"prompt_logprob_token_ids": ids}
     body = await answer(client, "/inference/v1/generate", token_ids=prompt, sampling_params=both, request_id="mine")
-    assert len(asked) == requests
+    assert len(asked) == n
     assert sum(request.scoring is not None for request in asked) == 1, "the first completion alone is scored"
     plain = await answer(client, "/inference/v1/generate", token_ids=prompt, sampling_params=params)
     assert [one["token_ids"] for one in body["choices"]] == [one["token_ids"] for one in plain["choices"]]

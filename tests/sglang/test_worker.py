@@ -1,13 +1,16 @@
-"""Tracing SGLang's loader where it derives tensors from loaded ones."""
+"""Tracing SGLang's loader where it derives tensors from loaded ones, and freezing requests."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from drivetrain.types.modes import PauseMode
 from drivetrain.types.weights import TensorSpec, WeightManifest
 from drivetrain_sglang.in_engine.worker import Worker
 from drivetrain_weight_sync.tracing.derived_tensors import Derived
@@ -77,3 +80,30 @@ def test_what_mla_derives_follows_the_projection_and_stays_where_it_is(kind: typ
     assert fresh.w_kc is not None
     assert torch.equal(held, fresh.w_kc)
     assert "post_load_weights" not in vars(inner), "the model is as it was"
+
+
+class Scheduler:
+    """A scheduler with a batch under way, which its watchdog watches by one of two names."""
+
+    def __init__(self, watched: str) -> None:
+        self._engine_paused = self.enable_overlap = False
+        setattr(self, watched, object())
+
+    def pause_generation(self, asked: object) -> None:
+        self._engine_paused = True
+
+
+class OfScheduler(Worker):
+    def __init__(self, scheduler: object) -> None:
+        self._scheduler = scheduler
+
+
+@pytest.mark.parametrize("watched", ["cur_batch_for_debug", "cur_batch"])
+def test_the_watchdog_watches_no_frozen_batch(watched: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else SGLang ends itself once a pause in place has lasted ``watchdog_timeout``."""
+    io_struct = SimpleNamespace(PauseGenerationReqInput=SimpleNamespace)
+    monkeypatch.setitem(sys.modules, "sglang.srt.managers.io_struct", io_struct)
+    scheduler = Scheduler(watched)
+    OfScheduler(scheduler).freeze(PauseMode.IN_PLACE)
+    assert getattr(scheduler, watched) is None
+    assert not {"cur_batch_for_debug", "cur_batch"} - {watched} & vars(scheduler).keys()

@@ -20,7 +20,6 @@ from drivetrain import (
     GenerateRequest,
     GenerateResult,
     InferenceEngine,
-    InvalidRequest,
     PauseMode,
     create_engine,
     hookimpl,
@@ -116,11 +115,6 @@ async def test_tokens_and_scores_of_one_request_outlast_a_retraction(engine: Inf
             assert completion.scores is None, "one completion of each prompt has its scores"
         else:
             assert_scores(completion, at, plain, 0.7)
-
-
-async def test_prompt_logprobs_are_refused_beside_scores(engine: InferenceEngine) -> None:
-    with pytest.raises(InvalidRequest, match="prompt_logprobs=0: compute_logprobs"):
-        await engine.compute_logprobs([[1, 2]], sampling_params={"max_new_tokens": 1, "prompt_logprobs": 0})
 
 
 async def test_prefixes_are_reused_up_to_the_first_position(engine: InferenceEngine) -> None:

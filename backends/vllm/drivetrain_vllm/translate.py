@@ -82,6 +82,8 @@ KEY: Final = "drivetrain"
 """Key of ``extra_args`` under which a request carries its sampling parameters."""
 
 SCORING: Final = "drivetrain_scoring"
+SCORES: Final = "drivetrain_scores"
+"""Attribute of prompt logprobs that came with scores."""
 """Key of ``extra_args`` under which a request carries what to score of its prompt."""
 
 STOPS: Final = "drivetrain_stops"
@@ -527,9 +529,11 @@ class Collected(CollectedSample):
     def _scores(self) -> TokenScores | None:
         """Return the prompt's scores, if the request asks for them and its prompt was read."""
         scoring = self.request.scoring
-        if scoring is None or self._prompt is None:
+        tensors = self._prompt if self.params.prompt_logprobs is None else getattr(self._prompt, SCORES, None)
+        if scoring is None or tensors is None:
             return None
-        top_ids, logprobs = self._prompt[:2]
+        rows = slice(-scoring.scored(len(self.request.prompt_token_ids)), None)
+        top_ids, logprobs = (tensor[rows] for tensor in tensors[:2])
         given = 1 + scoring.width
         return packed_scores(scoring, logprobs[:, :given], logprobs[:, given:], top_ids)
 

@@ -126,6 +126,32 @@ def _scores(completion: Completion) -> TokenScores:
     return completion.scores
 
 
+async def _check_prompt_logprobs(bench: Bench, sequences: list[list[int]]) -> None:
+    """Check long sequences' own logprobs beside their scores."""
+    asked = {"temperature": 0, "max_new_tokens": 1, "prompt_logprobs": 1}
+    plain = (await bench.engine.generate(sequences, asked)).completions
+    scored = await _Call(bench, sequences, last_n=127, sampling=asked).check()
+    for completion, expected in zip(scored, plain, strict=True):
+        _assert_prompt_logprobs(bench, completion, expected)
+
+
+def _assert_prompt_logprobs(bench: Bench, completion: Completion, expected: Completion) -> None:
+    """Assert that a prompt's own logprobs came beside its scores as they come without."""
+    found, wanted = completion.prompt_logprobs, expected.prompt_logprobs
+    assert found is not None, "no prompt_logprobs came beside scores"
+    assert wanted is not None
+    assert len(found) == len(wanted)
+    assert found[0] is None
+    assert (completion.prompt_top_logprobs is None) == (expected.prompt_top_logprobs is None)
+    assert (completion.prompt_ranks is None) == (expected.prompt_ranks is None), "no prompt_ranks came beside scores"
+    off = [abs((one or 0.0) - (other or 0.0)) for one, other in zip(found, wanted, strict=True)]
+    assert max(off) <= 2 * bench.tolerance(), f"a prompt token's logprob differs by {max(off):.3g} nats beside scores"
+    tops = zip(completion.prompt_top_logprobs or (), expected.prompt_top_logprobs or (), strict=True)
+    for one, other in tops:
+        pairs = zip(one or (), other or (), strict=True)
+        assert all(abs(a[1] - b[1]) <= 2 * bench.tolerance() for a, b in pairs), "other likely tokens beside scores"
+
+
 def _assert_shape(name: str, array: NDArray[np.generic], dtype: type[np.generic], *shape: int) -> None:
     assert array.shape == shape, f"{name} has the shape {array.shape}, not {shape}"
     assert array.dtype == dtype, f"{name} has the dtype {array.dtype}, not {np.dtype(dtype)}"
@@ -221,7 +247,8 @@ async def scores_name_the_likeliest_tokens(bench: Bench) -> None:
 async def tokens_come_with_scores(bench: Bench) -> None:
     """compute_logprobs(sampling_params=) generates after each sequence and scores it, in one request of the engine.
 
-    The first of n completions of a sequence has the scores; stops on text leave them whole.
+    The first of n completions of a sequence has the scores; stops on text leave them whole. The same request returns
+    the sequence's own logprobs too if it asks for prompt_logprobs.
     """
     sequences = [bench.prompt(length) for length in (1, 9, 34)]
     greedy = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True, "logprobs": 0}
@@ -235,6 +262,15 @@ async def tokens_come_with_scores(bench: Bench) -> None:
     if bench.claims(Capability.STOP_REGEX):
         for completion in await _Call(bench, sequences, sampling={**greedy, "stop_regex": "(?s)."}).check():
             assert completion.finish_reason is FinishReason.STOP, f"it ended by {completion.finish_reason.value}"
+    if bench.claims(Capability.PROMPT_LOGPROBS):
+        for count in (0, 3):
+            asked = {**greedy, "prompt_logprobs": count, "return_prompt_ranks": bench.claims(Capability.PROMPT_RANKS)}
+            plain = (await bench.engine.generate(sequences, asked)).completions
+            for last_n, temperature in ((1, 0.7), ([1, 5, 34], None)):
+                call = _Call(bench, sequences, last_n=last_n, top_k=2, temperature=temperature, sampling=asked)
+                for completion, expected in zip(await call.check(), plain, strict=True):
+                    assert completion.token_ids == expected.token_ids, "scores changed the tokens"
+                    _assert_prompt_logprobs(bench, completion, expected)
 
 
 @case(*_NEEDS)
@@ -299,6 +335,10 @@ async def sequences_of_many_chunks_are_scored_whole(bench: Bench) -> None:
     await _Call(bench, sequences, widths=(2, 3), top_k=1).check()
     await _Call(bench, sequences, last_n=127, temperature=0.9).check()
     await _Call(bench, sequences, last_n=[min(length, 170) for length in lengths], top_k=2).check()
+    if bench.claims(Capability.PROMPT_LOGPROBS):
+        await _check_prompt_logprobs(
+            bench, [one for one in sequences if len(one) < bench.engine.model_info.context_length]
+        )
 
 
 # Weights and adapters ------------------------------------------------------------------------------------------------

@@ -83,6 +83,15 @@ def generates_nothing_beside_scores(request: GenerateRequest) -> GenerateRequest
     return request if request.scoring is None else dataclasses.replace(request, max_new_tokens=0)
 
 
+@request_mutant("scoring/tokens_come_with_scores", says="no prompt_logprobs came beside scores")
+def scores_in_the_place_of_prompt_logprobs(request: GenerateRequest) -> GenerateRequest:
+    """A request that asks for scores gets no prompt_logprobs."""
+    if request.scoring is None or request.params.prompt_logprobs is None:
+        return request
+    params = request.params.model_copy(update={"prompt_logprobs": None, "return_prompt_ranks": False})
+    return dataclasses.replace(request, params=params)
+
+
 @request_mutant("scoring/only_the_last_positions_are_scored", says="the logprob of its own token")
 def scores_the_first_positions(request: GenerateRequest) -> GenerateRequest:
     """The first positions are scored in place of the last ones."""

@@ -107,8 +107,8 @@ class GenerateRequest:
     lost. They count as generated for ``seed``, penalties, ``min_new_tokens`` and temperature schedules, but not for
     ``max_new_tokens``, and are not part of the result. Never set unless :attr:`Backend.counts_resumed_tokens`."""
     scoring: Scoring | None = None
-    """Logprobs wanted at positions of the prompt, beside the tokens that are generated. Never set with
-    ``params.prompt_logprobs``, nor unless the engine claims ``Capability.SCORE_AT``."""
+    """Logprobs wanted at positions of the prompt, beside the tokens that are generated and beside
+    ``params.prompt_logprobs``. Never set unless the engine claims ``Capability.SCORE_AT``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from drivetrain.engine.scoring import ScoringCall
 from drivetrain.engine.sessions import Sessions
 from drivetrain.engine.tasks import cancel_all, gather_or_cancel
 from drivetrain.engine.validation import check_seconds
-from drivetrain.errors import DeadlineExceeded, InvalidRequest
+from drivetrain.errors import DeadlineExceeded
 from drivetrain.types.capability import Capability
 from drivetrain.types.config import Task
 from drivetrain.types.modes import TurnMode
@@ -83,12 +83,6 @@ class Generation:
         lengths = [len(one.request.prompt_token_ids) for one in samples]
         scorings = call.scorings(lengths, self.model.info.vocab_size)
         for one, scoring in zip(samples, scorings, strict=True):
-            if one.request.params.prompt_logprobs is not None:
-                raise InvalidRequest(
-                    f"sampling_params.prompt_logprobs={one.request.params.prompt_logprobs}: compute_logprobs() scores "
-                    "the prompt itself; leave it out",
-                    field="sampling_params.prompt_logprobs",
-                )
             one.request = replace(one.request, scoring=scoring)
 
     async def complete(self, sample: Sample) -> Completion:

@@ -183,16 +183,8 @@ class GenerationRoutes:
         return output.completions
 
     async def _scored(self, call: Call, asked: GenerateRequest, wanted: PromptScores) -> list[Completion]:
-        """Generate, and score the prompt in the same request of the engine; the first completion holds the scores.
-
-        With ``prompt_logprobs`` these are two requests, because the engine returns one or the other of a prompt.
-        """
+        """Generate, and score the prompt in the same request of the engine; the first completion holds the scores."""
         with call.refusals():
-            if call.params.get("prompt_logprobs") is not None:
-                engine, at = self._served.engine, wanted.at
-                scored = await engine.compute_logprobs([asked.token_ids], at=[at], last_n=len(at), lora=call.lora)
-                first, *others = await self._completed(call)
-                return [dataclasses.replace(first, scores=scored.completions[0].scores), *others]
             output = await self._served.score_and_generate(asked.token_ids, wanted.at, call)
         return output.completions
 

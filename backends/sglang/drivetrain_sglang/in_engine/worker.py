@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -37,6 +37,9 @@ from drivetrain_weight_sync.tracing.quantised_parts import QuantisedParts
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
+
+_WATCHED: Final = ("cur_batch_for_debug", "cur_batch")
+"""Names, by release, of the scheduler's attribute that holds the batch under way."""
 
 
 class Worker(RankWeights):
@@ -198,6 +201,10 @@ class Worker(RankWeights):
                 return
             self._settle()
         self._scheduler.pause_generation(PauseGenerationReqInput(mode=mode.value))
+        # SGLang's watchdog ends the engine if the batch takes no step for watchdog_timeout, by default 300 s.
+        for name in _WATCHED:
+            if hasattr(self._scheduler, name):
+                setattr(self._scheduler, name, None)
 
     def _settle(self) -> None:
         """Take the results of launched steps now: later they could not be told from steps with newer weights."""

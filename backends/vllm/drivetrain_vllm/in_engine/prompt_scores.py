@@ -3,8 +3,8 @@
 
 vLLM has two model runners: the first for CPUs and some models, the second for GPUs from 0.26 on. Each keeps the states
 of all tokens of a step. Those of the positions that are scored are given to the model's head once more, part by part,
-and their scores leave through vLLM's own field for prompt logprobs. There they are tensors; requests that ask vLLM for
-prompt logprobs get those of its own.
+and their scores leave through vLLM's own field for prompt logprobs. There they are tensors. If a request asks vLLM for
+prompt logprobs too, the scores are further columns of that field's tensors, and are taken off before vLLM reads it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Final
 import torch
 
 from drivetrain_sampling.scores import LOGITS_AT_ONCE, ScoredPrompt
-from drivetrain_vllm.translate import SCORING
+from drivetrain_vllm.translate import SCORES, SCORING
 
 _STATE: Final = "_drivetrain_scored_prompts"
 
@@ -121,10 +121,26 @@ def _scoring(original: Callable[..., Any]) -> Callable[..., Any]:
             states, vocabulary = hidden_states[start : start + count], runner.model_config.get_vocab_size()
             scores = scored.score(request_id, token, states, runner.model.compute_logits, vocabulary)
             if scores is not None:
-                found = {**found, request_id: scores}
+                found = _with_scores(found, request_id, scores)
         return found
 
     return get_prompt_logprobs_dict
+
+
+def _with_scores(found: dict[str, Any], request_id: str, scores: Any) -> dict[str, Any]:
+    """Return vLLM's results of a step with a request's scores, beside its prompt logprobs if it asks for these."""
+    own = found.get(request_id)
+    return {**found, request_id: scores if own is None else _beside(own, scores)}
+
+
+def _beside(own: Any, scores: Any) -> Any:
+    """Return prompt logprobs with scores in further columns of the last rows."""
+    columns = []
+    for mine, added in ((own.logprob_token_ids, scores.logprob_token_ids), (own.logprobs, scores.logprobs)):
+        rows = mine.new_zeros(len(mine), added.shape[1])
+        rows[len(mine) - len(added) :] = added
+        columns.append(torch.cat([mine, rows], dim=1))
+    return own._replace(logprob_token_ids=columns[0], logprobs=columns[1])
 
 
 def _noting_one(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -173,20 +189,25 @@ def _scoring_rows(original: Callable[..., Any]) -> Callable[..., Any]:
                 token = int(batch.num_computed_prefill_tokens_np[row])
                 scores = scored.score(request_id, token, states, logits_fn, scored.vocabulary)
                 if scores is not None:
-                    found = {**found, request_id: scores}
+                    found = _with_scores(found, request_id, scores)
         return found
 
     return compute_prompt_logprobs
 
 
 def _keeping(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Leave the scores of requests that ask for no prompt logprobs as they are."""
+    """Leave scores as they are: in the place of prompt logprobs, or on them if the request asks for these too."""
 
     @wraps(original)
     def update_prompt_logprobs(processor: Any, tensors: Any) -> None:
         if processor.num_prompt_logprobs is None:
             processor.prompt_logprobs = tensors
-        else:
+            return
+        ids, logprobs, own = tensors.logprob_token_ids, tensors.logprobs, processor.num_prompt_logprobs + 1
+        if not 0 < own < logprobs.shape[1]:
             original(processor, tensors)
+            return
+        original(processor, tensors._replace(logprob_token_ids=ids[:, :own], logprobs=logprobs[:, :own]))
+        setattr(processor.prompt_logprobs, SCORES, (ids[:, own:], logprobs[:, own:]))
 
     return update_prompt_logprobs

@@ -109,7 +109,7 @@ class Conveniences(DescriptionCalls, GenerationCalls, ControlCalls, WeightCalls,
             last_n: Score only the last tokens: their number, or one number for each sequence. None: all tokens.
             top_k: Number of most likely tokens to return at each position.
             sampling_params: Also generate after each sequence, which is computed once for both. The first of ``n``
-                completions holds the scores. ``prompt_logprobs`` are refused.
+                completions holds the scores. ``prompt_logprobs`` may be asked for beside them.
             request_ids: One id per sequence, by which it can be aborted; made up if not given.
             lora: Name of a loaded LoRA adapter.
             priority: Higher is sooner.
