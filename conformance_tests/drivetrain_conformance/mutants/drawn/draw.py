@@ -7,18 +7,21 @@ are drawn do not.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 from typing import Any, Final, cast
 
 from drivetrain.backend.base import GenerateRequest
+from drivetrain.types.capability import Capability
 from drivetrain.types.modes import PauseMode
+from drivetrain.types.sampling import LogprobsMode, SamplingParams
 from drivetrain_conformance.mutants.drawn.answers import of_a_whole_answer, of_an_answer, of_other_answers
 from drivetrain_conformance.mutants.drawn.calls import of_a_call, of_a_leak, of_a_tensor, of_the_configuration
 from drivetrain_conformance.mutants.drawn.mutant import (
     Drawn,
     Effect,
     Holds,
+    OnCall,
     OnConfig,
     OnRequest,
     OnResult,
@@ -88,13 +91,31 @@ def _requests(rng: random.Random) -> tuple[str, Holds]:
         ("in streams", lambda scene: scene.method == "stream"),
         ("with n > 1", of(lambda request: request.params.n > 1)),
         ("with weights of an update", lambda scene: "update" in scene.past),
-        ("at temperature 0", of(lambda request: not is_sampled(request))),
+        (_COLD, of(lambda request: not is_sampled(request))),
     )
     return rng.choice(ways) if rng.random() < 0.75 else _calls(rng)
 
 
-def draw(seed: int, count: int) -> list[Drawn]:
-    """Draw distinct wrong backends."""
+_COLD: Final = "at temperature 0"
+_GREEDY: Final = GenerateRequest(
+    request_id="greedy",
+    prompt_token_ids=[1],
+    params=SamplingParams(temperature=0, logprobs=1),
+    max_new_tokens=1,
+    stop_token_ids=(),
+    logprobs_mode=LogprobsMode.PROCESSED,
+)
+
+
+def _can_show(effect: Effect, when: str, claimed: Collection[Capability]) -> bool:
+    """Return whether some request or call of a backend that claims these capabilities could show the effect."""
+    if isinstance(effect, OnCall | OnConfig):
+        return effect.needs is None or effect.needs in claimed
+    return not isinstance(effect, OnRequest) or when != _COLD or effect.shows(_GREEDY)
+
+
+def draw(seed: int, count: int, claimed: Collection[Capability] = tuple(Capability)) -> list[Drawn]:
+    """Draw distinct wrong backends, each of which could be seen on a backend that claims these capabilities."""
     rng, found = random.Random(f"wrong backends {seed}"), dict[str, Drawn]()
     weighted = [make for weight, make in _EFFECTS for _ in range(weight)]
     while len(found) < count:
@@ -112,5 +133,20 @@ def draw(seed: int, count: int) -> list[Drawn]:
         elif isinstance(effect, OnConfig) or asked in ("start", "stats"):
             when, holds = "", lambda scene: True
         name = f"{does}, {when}".removesuffix(", ")
-        found.setdefault(name, Drawn(name, effect, holds))
+        if _can_show(effect, when, claimed):
+            found.setdefault(name, Drawn(name, effect, holds))
     return [*found.values()]
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """A draw that another process can repeat: the functions of a mutant cannot be sent to one."""
+
+    backend: str
+    seed: int
+    count: int
+    claimed: frozenset[Capability]
+
+    def mutants(self) -> list[Drawn]:
+        """Draw the mutants."""
+        return draw(self.seed, self.count, self.claimed)

@@ -46,8 +46,8 @@ def is_sampled(request: GenerateRequest) -> bool:
 
 
 def _precise(request: GenerateRequest) -> bool:
-    params = request.params
-    return is_sampled(request) and params.logprobs is not None and params.logprobs_mode is not LogprobsMode.RAW
+    returned = request.params.logprobs is not None and request.logprobs_mode is not LogprobsMode.RAW
+    return is_sampled(request) and returned
 
 
 def _always(_: GenerateRequest) -> bool:
