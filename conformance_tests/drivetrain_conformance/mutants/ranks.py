@@ -162,6 +162,19 @@ def keeps_its_memory_on_one_rank(worker: Any, name: str, proceed: Proceed) -> An
 
 
 @spoiled_rank(
+    caught_by="parallel/every_rank_gives_its_memory_back",
+    says="the ranks gave [",
+    needs=Capability.TENSOR_PARALLEL,
+)
+def keeps_a_fifth_of_its_memory_on_one_rank(worker: Any, name: str, proceed: Proceed) -> Any:
+    """One rank sleeps as the others do, and holds a fifth of its weights."""
+    if name == "sleep":
+        weights = [parameter.detach().flatten() for parameter in worker.model.parameters()]
+        worker.held_asleep = [weight[: len(weight) // 5].clone() for weight in weights]
+    return proceed()
+
+
+@spoiled_rank(
     caught_by="parallel/an_update_reaches_every_rank",
     says="the ranks differ after",
     needs=Capability.TENSOR_PARALLEL,
