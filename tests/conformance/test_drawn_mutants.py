@@ -50,7 +50,7 @@ def test_a_seed_draws_the_same_mutants_again() -> None:
 
 
 def test_no_mutant_is_drawn_that_the_backend_cannot_show() -> None:
-    assert _needed(Capability) >= {Capability.SLEEP_KEEPS_WEIGHTS, Capability.DETERMINISTIC, Capability.LORA, None}
+    assert _needed([*Capability]) >= {Capability.SLEEP_KEEPS_WEIGHTS, Capability.DETERMINISTIC, Capability.LORA, None}
     assert _needed([Capability.LORA]) == {Capability.LORA, None}
     assert Capability.LORA in claimable("transformers", all_cases(["lora"]))
 

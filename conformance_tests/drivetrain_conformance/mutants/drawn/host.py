@@ -26,7 +26,7 @@ def hosts_of(drawing: Drawing, *, mutant: str = "", seen: str = "") -> Iterator[
     """Serve a mutant in host processes, or the correct backend, which appends the names of mutants seen to a file."""
 
     def launch(arguments: Sequence[str], environment: Mapping[str, str], fds: Sequence[int]) -> subprocess.Popen[bytes]:
-        claimed = [capability.value for capability in drawing.claimed]
+        claimed = [capability.name for capability in drawing.claimed]
         said = json.dumps({"drawing": {**asdict(drawing), "claimed": claimed}, "mutant": mutant, "seen": seen})
         return subprocess.Popen(
             [sys.executable, "-m", __name__, said, *(argument.format(*fds) for argument in arguments)],
@@ -48,7 +48,7 @@ def main() -> int:
     said, *arguments = sys.argv[1:]
     told = json.loads(said)
     fields = told["drawing"]
-    drawing = Drawing(**{**fields, "claimed": frozenset(map(Capability, fields["claimed"]))})
+    drawing = Drawing(**{**fields, "claimed": frozenset(Capability[name] for name in fields["claimed"])})
     correct, pool = load_backend(drawing.backend), drawing.mutants()
     if told["mutant"]:
         (mutant,) = (one for one in pool if one.name == told["mutant"])

@@ -85,7 +85,7 @@ def run_drawn_mutants(backend: str, cases: Sequence[Case], *, count: int, seed: 
                 results.append(result := tried.result())
                 advance(result.name)
                 style = "" if result.caught_by else "red"
-                by = result.caught_by or f"reached by {len(result.cases)}"
+                by = result.caught_by or ", ".join([f"reached by {len(result.cases)}", *result.cases[:5]])
                 out.print(Text(f"{result.verdict:12} {result.name} [{by}]"), style=style, soft_wrap=True)
     counts = Counter(result.verdict for result in results)
     out.print(
