@@ -27,6 +27,7 @@ from drivetrain.types.sampling import (
     EbnfGrammar,
     JsonSchema,
     LogitProcessor,
+    LogprobsMode,
     RegexGrammar,
     SamplingParams,
     StructuredOutput,
@@ -37,6 +38,8 @@ _T = TypeVar("_T")
 
 LONGEST: Final = 480
 """Most tokens of a drawn prompt, and of a drawn output."""
+FLAT: Final = 1000.0
+"""A temperature at which all tokens are about as likely, so that draws depend on the seed and the place alone."""
 _FINEST: Final = 1000
 
 # Numbers -------------------------------------------------------------------------------------------------------------
@@ -208,7 +211,7 @@ def sampling_params(
     else:
         maybe("seed", large | st.integers(0, 3), Capability.SEED)
     maybe("top_k", st.integers(1, 8) | counts(1, len(vocabulary)), Capability.TOP_K)
-    maybe("top_p", numbers(0.01, 1.0), Capability.TOP_P)
+    maybe("top_p", numbers(0.003, 1.0), Capability.TOP_P)
     maybe("min_p", st.just(0.0) | numbers(0.001, 1.0), Capability.MIN_P)
     # A grammar itself says where output ends and what may be drawn; fields that contradict it have no correct result.
     grammars = [grammar for capability, grammar in _GRAMMARS if capability in capabilities]
@@ -219,9 +222,9 @@ def sampling_params(
     maybe("repetition_penalty", sometimes(numbers(0.5, 2.0), numbers(0.1, 10.0), 4), Capability.REPETITION_PENALTY)
     maybe("frequency_penalty", signed(2.0), Capability.FREQUENCY_PENALTY)
     maybe("presence_penalty", signed(2.0), Capability.PRESENCE_PENALTY)
-    biases = sometimes(_few(ids), _many(vocabulary))
+    biases = sometimes(_few(ids), _many(vocabulary), 4)
     maybe("logit_bias", biases.flatmap(_biased), Capability.LOGIT_BIAS)
-    stopping = sometimes(_few(ids), _many(vocabulary))
+    stopping = sometimes(_few(ids), _many(vocabulary), 4)
     if not lasting:
         maybe("stop_token_ids", stopping, Capability.STOP_TOKEN_IDS)
     strings = st.sampled_from(stops) | st.lists(st.sampled_from(stops), min_size=2, max_size=3).map("".join)
@@ -231,7 +234,7 @@ def sampling_params(
     stop_regex = either in ("expressions", "both") and always("stop_regex", expressions, Capability.STOP_REGEX)
     if stop or stop_regex:
         fields["include_stop_str_in_output"] = draw(st.booleans())
-    some = sometimes(_few(ids), _many(vocabulary))
+    some = sometimes(_few(ids), _many(vocabulary), 4)
     maybe("logit_processors", _processors(some, heated=temperature > 0), Capability.LOGIT_PROCESSORS)
     if any(
         isinstance(one, ActionMask) and set(one.allowed_token_ids) <= {*fields.get("stop_token_ids", ())}
@@ -291,17 +294,21 @@ def batches(
     chat: bool,
     stops: Sequence[str] = tuple("aeiou 012"),
     lasting: tuple[int, int] | None = None,
+    context: int = 2 * LONGEST,
 ) -> SearchStrategy[Batch]:
     """Draw calls of several prompts of any kind, each with its own params; see :func:`sampling_params`.
 
-    With ``lasting``, requests make about as many tokens as this range says, and no stop ends them early. The last one
-    is another one again, with a seed of which one bit differs.
+    With ``lasting``, requests make about as many tokens as this range says, and no stop ends them early. Two of the
+    last ones differ in one bit of their seeds alone, and are drawn from all tokens alike; others have precise numbers.
+    One prompt in six fills the ``context``, together with the longest output.
     """
     if lasting is not None:
         lasts = sampling_params(ids, capabilities, tokens=lasting, lasting=True)
-        begins = token_prompts(ids, counts(1, LONGEST * 2 - lasting[1]))
+        longest = context - lasting[1]
+        begins = token_prompts(ids, sometimes(counts(1, longest), st.just(longest), 6))
         calls = st.lists(st.tuples(begins, lasts), min_size=3, max_size=5)
-        return st.builds(_with_a_twin, calls, st.integers(0, 9) | st.integers(0, 62))
+        precise = st.just(_precise(ids, capabilities))
+        return st.builds(_with_twins, calls, st.integers(0, 9) | st.integers(0, 62), precise)
     params = sampling_params(ids, capabilities, stops=stops)
     pairs = st.lists(st.tuples(prompts(ids, chat=chat), params), min_size=1, max_size=4)
     crowds = st.lists(st.tuples(prompts(ids, chat=chat), params), min_size=2, max_size=2).map(lambda two: 12 * two)
@@ -309,12 +316,42 @@ def batches(
     return drawn.map(_batch)
 
 
-def _with_a_twin(calls: Sequence[tuple[Prompt, SamplingParams]], bit: int) -> Batch:
-    drawn = [call for call in calls if call[1].temperature and call[1].structured_output is None]
-    prompt, params = (drawn or calls)[0]
-    fields = params.model_dump(include=params.model_fields_set)
-    seed = None if params.seed is None else params.seed ^ 1 << bit
-    return _batch([*calls, (prompt, SamplingParams.model_validate({**fields, "seed": seed}))])
+def _with_twins(calls: Sequence[tuple[Prompt, SamplingParams]], bit: int, precise: Sequence[SamplingParams]) -> Batch:
+    """Add one of the calls, so hot that its context matters to no draw, with two seeds, and with precise numbers."""
+    drawn = [call for call in calls if call[1].max_new_tokens]
+    if not drawn:
+        return _batch(calls)
+    prompt, params = drawn[0]
+    fields = params.model_dump(include=params.model_fields_set - _DECISIVE - {"structured_output", "logit_processors"})
+    seeds = [params.seed] if params.seed is None else [params.seed, params.seed ^ 1 << bit]
+    added = [SamplingParams.model_validate({**fields, "temperature": FLAT, "seed": seed}) for seed in seeds]
+    added += [one.model_copy(update={"max_new_tokens": params.max_new_tokens}) for one in precise]
+    return _batch([*calls, *((prompt, one) for one in added)])
+
+
+def _precise(ids: Sequence[int], capabilities: frozenset[Capability]) -> list[SamplingParams]:
+    """Return params whose numbers lie between two that 16 bits hold, and whose logprobs show it.
+
+    Biases make the temperature's error large, repeated tokens those of penalties. Among tokens that are about as likely
+    as each other, a nucleus shows its width by the logprob of each.
+    """
+    if not capabilities.issuperset({Capability.LOGPROBS_PROCESSED, Capability.TOP_LOGPROBS, Capability.LOGIT_BIAS}):
+        return []
+    fields: dict[str, object] = {"temperature": 4.0019, "logprobs": 8, "logprobs_mode": LogprobsMode.PROCESSED}
+    fields["logit_bias"] = {**dict.fromkeys(ids[:4], 32.0), **dict.fromkeys(ids[4:8], -32.0)}
+    for field, needed, value in (
+        ("repetition_penalty", Capability.REPETITION_PENALTY, 0.12506),
+        ("frequency_penalty", Capability.FREQUENCY_PENALTY, -1.00048),
+        ("ignore_eos", Capability.IGNORE_EOS, True),
+        ("seed", Capability.SEED, 2**62 + 1),
+    ):
+        if needed in capabilities:
+            fields[field] = value
+    found = [SamplingParams.model_validate(fields)]
+    if Capability.TOP_P in capabilities:
+        flat = {name: fields[name] for name in ("logprobs", "logprobs_mode", "ignore_eos", "seed") if name in fields}
+        found.append(SamplingParams.model_validate({**flat, "temperature": FLAT, "top_p": 0.50195}))
+    return found
 
 
 def _batch(calls: Sequence[tuple[Prompt, SamplingParams]]) -> Batch:
