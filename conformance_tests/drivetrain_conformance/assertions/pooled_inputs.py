@@ -12,8 +12,7 @@ from drivetrain.types.capability import Capability
 from drivetrain.types.modes import MemoryTag
 from drivetrain_conformance.assertions.memory_use import COUNTED, check_steady, held_by
 from drivetrain_conformance.assertions.weight_checks import from_disk, load_all
-from drivetrain_conformance.engine_model.actions import PAUSES
-from drivetrain_conformance.harness.testbench import Bench
+from drivetrain_conformance.harness.testbench import PAUSES, Bench
 from drivetrain_conformance.harness.time_limits import within
 
 _T = TypeVar("_T")

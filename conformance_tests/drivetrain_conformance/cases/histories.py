@@ -15,7 +15,6 @@ from drivetrain.types.sampling import SamplingParams
 from drivetrain_conformance.assets.made_adapters import Adapter, make_adapter, merge
 from drivetrain_conformance.assets.weight_sources import tensors_of, write_checkpoint
 from drivetrain_conformance.engine_model.actions import (
-    PAUSES,
     Abort,
     AbortAll,
     Action,
@@ -38,7 +37,7 @@ from drivetrain_conformance.engine_model.mixed_fields import Repeats, check_hono
 from drivetrain_conformance.engine_model.random_history import Checker, prepare, property_settings
 from drivetrain_conformance.engine_model.strategies import AbortPoint, Batch, batches
 from drivetrain_conformance.harness.case import case
-from drivetrain_conformance.harness.testbench import Bench, ordinary_ids
+from drivetrain_conformance.harness.testbench import PAUSES, Bench, ordinary_ids
 from drivetrain_conformance.references.tolerances import tolerance_of
 
 _KV_CACHE = frozenset({MemoryTag.KV_CACHE})

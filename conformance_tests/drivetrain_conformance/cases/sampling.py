@@ -27,7 +27,7 @@ from drivetrain_conformance.assets.made_adapters import make_adapter
 from drivetrain_conformance.engine_model.mixed_fields import check_draws_differ
 from drivetrain_conformance.engine_model.strategies import FLAT
 from drivetrain_conformance.harness.case import case
-from drivetrain_conformance.harness.testbench import Bench, check_held, ordinary_ids
+from drivetrain_conformance.harness.testbench import PAUSES, Bench, check_held, ordinary_ids
 from drivetrain_conformance.references.goodness_of_fit import FALSE_ALARM, Tally
 from drivetrain_conformance.references.oracle import Logits, log_softmax
 from drivetrain_conformance.references.reference_sampling import step, steps, with_effective_filters
@@ -589,11 +589,8 @@ async def _check_late_draws_differ(bench: Bench) -> None:
     """Check that each bit of a seed counts for the last tokens of long requests as well, and after a freeze."""
     seed = bench.rng.getrandbits(_SEED_BITS)
     seeds = [seed, *(seed ^ 1 << bit for bit in _BITS)]
-    freezes = (
-        (Capability.PAUSE_IN_PLACE, PauseMode.IN_PLACE),
-        (Capability.PAUSE_RETRACT, PauseMode.RETRACT),
-    )
-    for mode in (None, *(mode for capability, mode in freezes if bench.claims(capability))):
+    freezes = (Capability.PAUSE_IN_PLACE, Capability.PAUSE_RETRACT)
+    for mode in (None, *(PAUSES[capability] for capability in freezes if bench.claims(capability))):
         params = [bench.long(temperature=FLAT, seed=one) for one in seeds]
         async with bench.in_flight([bench.prompt()] * len(seeds), params) as task:
             if mode is not None:

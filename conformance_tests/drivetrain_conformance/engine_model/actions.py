@@ -16,6 +16,7 @@ from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain_conformance.engine_model.contract import InFlight
 from drivetrain_conformance.engine_model.expected_answers import Fields, Style
 from drivetrain_conformance.engine_model.strategies import AbortPoint, WeightPlanChoice, abort_points, weight_plans
+from drivetrain_conformance.harness.testbench import PAUSES
 
 LONG: Final = 96
 """Length of a request that stays in flight for several actions, in tokens."""
@@ -155,12 +156,6 @@ class Family(Enum):
     UPDATES = "updates"
 
 
-PAUSES: Final[Mapping[Capability, PauseMode]] = {
-    Capability.PAUSE_ABORT: PauseMode.ABORT,
-    Capability.PAUSE_WAIT: PauseMode.WAIT,
-    Capability.PAUSE_IN_PLACE: PauseMode.IN_PLACE,
-    Capability.PAUSE_RETRACT: PauseMode.RETRACT,
-}
 _SLEEPS: Final[Mapping[Capability, MemoryTag]] = {
     Capability.SLEEP_KV_CACHE: MemoryTag.KV_CACHE,
     Capability.SLEEP_CUDA_GRAPH: MemoryTag.CUDA_GRAPH,

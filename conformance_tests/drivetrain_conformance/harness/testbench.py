@@ -9,12 +9,13 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mappi
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.errors import DrivetrainError
 from drivetrain.types.capability import Capability
 from drivetrain.types.config import Isolation
+from drivetrain.types.modes import PauseMode
 from drivetrain.types.outputs import Completion, FinishReason, GenerationOutput
 from drivetrain.types.prompts import PromptLike
 from drivetrain.types.sampling import SamplingParams
@@ -26,6 +27,12 @@ from drivetrain_conformance.references.tolerances import tolerance_of
 
 _T = TypeVar("_T")
 
+PAUSES: Final[Mapping[Capability, PauseMode]] = {
+    Capability.PAUSE_ABORT: PauseMode.ABORT,
+    Capability.PAUSE_WAIT: PauseMode.WAIT,
+    Capability.PAUSE_IN_PLACE: PauseMode.IN_PLACE,
+    Capability.PAUSE_RETRACT: PauseMode.RETRACT,
+}
 GREEDY_TOKENS = 12
 """Tokens that :meth:`Bench.greedy` generates by default."""
 _ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
