@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 import pytest
 
+from drivetrain.types.capability import Capability
 from drivetrain.types.modes import PauseMode
 from drivetrain_conformance.cases import all_cases
 from drivetrain_conformance.harness.case import Case
-from drivetrain_conformance.mutants.drawn.draw import draw
-from drivetrain_conformance.mutants.drawn.mutant import Drawn, OnRequest
+from drivetrain_conformance.harness.testbench import Bench
+from drivetrain_conformance.mutants.drawn.draw import Drawing, draw
+from drivetrain_conformance.mutants.drawn.mutant import Drawn, OnCall, OnConfig, OnRequest
 from drivetrain_conformance.mutants.drawn.numbers import in_bfloat16
-from drivetrain_conformance.mutants.drawn.run import reached, try_drawn
+from drivetrain_conformance.mutants.drawn.run import claimable, reached, try_drawn
 
 LENGTH = "generate/at_most_max_new_tokens"
 FROZEN = {
@@ -44,6 +47,39 @@ def test_a_seed_draws_the_same_mutants_again() -> None:
     assert names == [one.name for one in draw(1, 40)]
     assert len(set(names)) == 40
     assert set(names) != {one.name for one in draw(2, 40)}
+
+
+def test_no_mutant_is_drawn_that_the_backend_cannot_show() -> None:
+    assert _needed([*Capability]) >= {Capability.SLEEP_KEEPS_WEIGHTS, Capability.DETERMINISTIC, Capability.LORA, None}
+    assert _needed([Capability.LORA]) == {Capability.LORA, None}
+    assert Capability.LORA in claimable("transformers", all_cases(["lora"]))
+
+
+def _needed(claimed: Collection[Capability]) -> set[Capability | None]:
+    return {one.effect.needs for one in draw(1, 400, claimed) if isinstance(one.effect, OnCall | OnConfig)}
+
+
+def test_no_mutant_is_drawn_whose_condition_hides_its_effect() -> None:
+    names = [one.name for one in draw(1, 4000)]
+    assert "temperature is lost, with n > 1" in names
+    assert "temperature is lost, at temperature 0" not in names
+
+
+async def _asks_a_host(bench: Bench) -> None:
+    """A host process sees more of a prompt than its first token."""
+    async with bench.open(isolation="process") as engine:
+        first, second = bench.prompts(2, engine=engine)
+        one, other = await bench.greedy([first, first[:1] + second[1:]], engine=engine)
+    assert one.token_ids != other.token_ids, "the prompts were cut"
+
+
+def test_a_host_process_serves_the_mutant() -> None:
+    drawing = Drawing("transformers", 1, 200, frozenset(Capability))
+    (cuts,) = (one for one in drawing.mutants() if one.name == "prompt_token_ids keeps its first 1, at temperature 0")
+    asking = Case("faults", "asks_a_host", "", frozenset(), _asks_a_host, own_engine=True)
+    ((found, _, names),) = reached("transformers", drawing.mutants(), [asking], drawing=drawing)
+    assert cuts.name in names
+    assert "the prompts were cut" in try_drawn("transformers", cuts, [found], drawing=drawing).message
 
 
 def test_a_mutant_shows_where_a_user_would_see_it_and_is_caught_there() -> None:

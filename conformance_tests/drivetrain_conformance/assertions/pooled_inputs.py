@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Final, TypeVar
 
+from drivetrain.engine.engine import InferenceEngine
+from drivetrain.engine.pause_and_sleep import PAUSE_CAPABILITY
+from drivetrain.types.capability import Capability
+from drivetrain.types.modes import MemoryTag
 from drivetrain_conformance.assertions.memory_use import COUNTED, check_steady, held_by
 from drivetrain_conformance.assertions.weight_checks import load_all
 from drivetrain_conformance.assets.weight_sources import from_disk
@@ -22,6 +26,8 @@ _MANY: Final = 12
 """Long inputs of one call, which take more tokens than engines compute at once by default."""
 _BATCH: Final = 64
 _ROUNDS: Final = 2
+_CALLS: Final = 8
+"""Further calls, of one input each, between two measurements: a leak may come with every few calls only."""
 _UPDATES: Final = 4
 """Updates that are made, each while inputs are embedded or scored."""
 _BOUND: Final = 120.0
@@ -49,11 +55,31 @@ async def check_inputs_leave_nothing(bench: Bench, pool: Callable[[list[list[int
     async def held_after_some() -> dict[str, int]:
         for _ in range(_ROUNDS):
             await pool(bench.prompts(_BATCH, 40))
+        for prompt in bench.prompts(_CALLS, 2):
+            await pool([prompt])
         return await held_by(bench.engine)
 
+    async for _ in after_other_calls(bench.engine):  # none of these may make later calls leave anything
+        pass
     await held_after_some()  # the first round fills caches
     room = {"bytes of memory": _ROUNDS * _ROOM, **COUNTED}
     await check_steady(held_after_some, room, f"{_ROUNDS * _BATCH} inputs that were embedded or scored")
+
+
+async def after_other_calls(engine: InferenceEngine) -> AsyncGenerator[str, None]:
+    """Yield after each kind of call that may come before others: pauses, a sleep of the cache, a reset."""
+    for mode, capability in PAUSE_CAPABILITY.items():
+        if engine.supports(capability):
+            await engine.pause_generation(mode)
+            await engine.continue_generation()
+            yield f"a pause in mode {mode.value}"
+    if engine.supports(Capability.SLEEP_KV_CACHE):
+        await engine.sleep([MemoryTag.KV_CACHE])
+        await engine.wake_up([MemoryTag.KV_CACHE])
+        yield "a sleep of the cache"
+    if engine.supports(Capability.PREFIX_CACHE):
+        await engine.reset_prefix_cache()
+        yield "a reset of the prefix cache"
 
 
 async def check_one_version(

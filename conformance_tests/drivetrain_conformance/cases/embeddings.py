@@ -17,6 +17,7 @@ from drivetrain.types.capability import Capability
 from drivetrain.types.prompts import PromptLike, TextPrompt, TokenPrompt
 from drivetrain_conformance.assertions.pooled_inputs import (
     SHORT_CONTEXT,
+    after_other_calls,
     check_inputs_leave_nothing,
     check_one_version,
     longest_input,
@@ -88,6 +89,8 @@ async def the_pooling_of_the_folder_is_applied_or_refused(bench: Bench) -> None:
                 if fields:
                     alone = [await engine.encode_single(prompt) for prompt in prompts]
                     assert alone == together, "a vector of a deterministic engine depends on the prompts beside it"
+                    async for what in after_other_calls(engine):
+                        assert await engine.encode(prompts) == alone, f"vectors are others after {what}"
     for modes, layers in ((("max_tokens",), ()), (("lasttoken", "mean_tokens"), ()), (("lasttoken",), ("Dense",))):
         with refused(InvalidConfig, field="model", naming=layers[0] if layers else modes[-1]):
             async with bench.open(model=str(_with_pooling(bench, *modes, layers=layers))):
@@ -135,11 +138,14 @@ async def different_prompts_differ(bench: Bench) -> None:
 async def a_batch_changes_no_vector(bench: Bench) -> None:
     """A prompt's vector is the same alone and among prompts of other lengths, within rounding.
 
-    This holds for batches that take several forward passes. Prompts that were embedded leave nothing behind.
+    This holds for batches that take several forward passes, and after pauses, sleeps and resets of the cache. Prompts
+    that were embedded leave nothing behind.
     """
     for lengths in ((2, 5, 9, 33, 5), many_lengths(bench)):
         prompts = [bench.prompt(length) for length in lengths]
         alone = np.array([await bench.engine.encode_single(prompt) for prompt in prompts])
+        _assert_near(bench, np.array(await bench.engine.encode(prompts)), alone)
+    async for _ in after_other_calls(bench.engine):
         _assert_near(bench, np.array(await bench.engine.encode(prompts)), alone)
     await check_inputs_leave_nothing(bench, bench.engine.encode)
 

@@ -14,6 +14,7 @@ from drivetrain.types.capability import Capability
 from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain.types.sampling import SamplingParams
 from drivetrain_conformance.assets.made_adapters import Adapter, make_adapter, merge
+from drivetrain_conformance.assets.weight_sources import tensors_of, write_checkpoint
 from drivetrain_conformance.engine_model.actions import (
     Abort,
     AbortAll,
@@ -39,6 +40,7 @@ from drivetrain_conformance.engine_model.strategies import AbortPoint, Batch, ba
 from drivetrain_conformance.harness.case import case
 from drivetrain_conformance.harness.random_property import random_property
 from drivetrain_conformance.harness.testbench import Bench, ordinary_ids
+from drivetrain_conformance.references.tolerances import tolerance_of
 
 _KV_CACHE = frozenset({MemoryTag.KV_CACHE})
 _LONG = Generate(0, long=True)
@@ -48,7 +50,11 @@ _SOME = 0.6
 _ADAPTED = Fields(lora=True)
 _OUTLASTS_A_PAUSE = (24, 96)
 _LONG_OUTPUTS = (96, 900)
+_LONG_PROMPTS = (6, 24)
 """Tokens of requests."""
+_CONTEXT = 1000
+_APART = 8.0
+"""Factor of the logits of a model that is sure of its choices."""
 
 
 def _keeps_the_contract(
@@ -117,11 +123,22 @@ def random_histories_keep_the_contract(bench: Bench) -> None:
     """
     begins = (Update(1), Generate(0), BrokenUpdate(2), Generate(1), Pause(), Update(2), Continue(), _LONG, Abort())
     _keeps_the_contract(bench, *_with_sleeps(bench), begins=begins, share=_MOST)
-    own, other = bench.engine.get_weight_version(), bench.other_weights()
+    own, other = bench.engine.get_weight_version(), _decided(bench)
     bench.run(bench.engine.load_weights_from_disk(str(other), "others"))
     _honours_random_requests(bench, bench.profile.examples // 4, model=other)
     _honours_random_requests(bench, bench.profile.examples // 6, model=other, lasting=_OUTLASTS_A_PAUSE)
     bench.run(bench.engine.load_weights_from_disk(str(bench.model), own))
+
+
+def _decided(bench: Bench) -> Path:
+    """Return a folder of other weights whose logits lie far apart, if rounding is so fine that they may."""
+    other = bench.other_weights()
+    if bench.tolerance() > tolerance_of("float32"):
+        return other
+    tensors = tensors_of(other)
+    last = [name for name in tensors if name.endswith("norm.weight") and ".layers." not in name]
+    tensors |= {name: tensors[name] * _APART for name in last}
+    return write_checkpoint(bench.folder("decided"), other, tensors)
 
 
 @case(
@@ -168,6 +185,7 @@ def random_requests_are_honoured(bench: Bench) -> None:
     _honours_random_requests(bench, 3 * bench.profile.examples)  # a pair of fields meets rarely
     _honours_random_requests(bench, bench.profile.examples // 2, lasting=_OUTLASTS_A_PAUSE)
     _honours_random_requests(bench, bench.profile.examples // 6, lasting=_LONG_OUTPUTS)
+    _honours_random_requests(bench, bench.profile.examples // 6, lasting=_LONG_PROMPTS)
 
 
 def _honours_random_requests(
@@ -196,7 +214,8 @@ def _honours_random_requests(
         calls = batches(ids, engine.capabilities, chat=chat, stops=_letters(bench))
         modes = [*(mode for mode, needed in PAUSE_CAPABILITY.items() if bench.claims(needed)), None]
     else:
-        calls = lasting_batches(ids, engine.capabilities, *lasting)
+        context = min(engine.model_info.context_length, _CONTEXT)
+        calls = lasting_batches(ids, engine.capabilities, *lasting, context)
         modes = [*bench.freezes()] or [None]
 
     @random_property(max(1, examples), bench.seed)

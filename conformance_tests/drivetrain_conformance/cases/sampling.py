@@ -24,6 +24,8 @@ from drivetrain.types.outputs import Completion, CompletionChunk, GenerationOutp
 from drivetrain.types.sampling import ActionMask, DisallowedTokens, LogprobsMode, SamplingParams, TemperatureSchedule
 from drivetrain_conformance.assertions.refusals import refused
 from drivetrain_conformance.assets.made_adapters import make_adapter
+from drivetrain_conformance.engine_model.mixed_fields import check_draws_differ
+from drivetrain_conformance.engine_model.strategies import FLAT
 from drivetrain_conformance.harness.case import case
 from drivetrain_conformance.harness.testbench import Bench, check_held, ordinary_ids
 from drivetrain_conformance.references.goodness_of_fit import FALSE_ALARM, Tally
@@ -43,10 +45,11 @@ _LONG_PROMPT: Final = 900
 _CROWD: Final = 96
 """Samples in one batch whose draws must differ: three times as many as the parts into which an engine may split it."""
 _HOT: Final = 8.0
-_FLAT: Final = 1000.0
 _STREAM: Final = 20
 """Tokens of the samples whose random numbers are compared with each other."""
 _SEED_BITS: Final = 63
+_BITS: Final = (0, 9, 31, 62)
+"""Bits of a seed that narrower numbers lose, low and high."""
 _LIKELY: Final = 0.92
 """Probability of the most likely token where the others' are looked at, which ``_HOT`` makes nearly equal."""
 _MOST_BIASES: Final = 4096
@@ -295,7 +298,7 @@ async def _check_draws_have_no_period(bench: Bench) -> None:
     """Check that long samples do not draw the same tokens again, where the context changes no draw."""
     seeds: list[int | None] = [None, 5] if bench.claims(Capability.SEED) else [None]
     length = min(_WAVE, bench.engine.model_info.context_length - 6)
-    params = [SamplingParams(max_new_tokens=length, temperature=_FLAT, seed=one, ignore_eos=True) for one in seeds]
+    params = [SamplingParams(max_new_tokens=length, temperature=FLAT, seed=one, ignore_eos=True) for one in seeds]
     for ids in _ids(await bench.engine.generate([bench.prompt()] * len(seeds), params)):
         drawn = np.array(ids)
         for period in range(1, length - _OVERLAP):
@@ -566,6 +569,7 @@ async def another_seed_draws_otherwise(bench: Bench) -> None:
     _assert_differ([sample for output in drawn for sample in _by_sample(output)])
     await _check_a_crowd_differs(bench, seed=7)
     await _check_every_bit_of_a_seed_counts(bench)
+    await _check_late_draws_differ(bench)
     await _check_streams_do_not_overlap(bench)
 
 
@@ -581,10 +585,26 @@ async def _check_every_bit_of_a_seed_counts(bench: Bench) -> None:
     _assert_differ([tuple(ids) for ids in samples if len(ids) == 16])
 
 
+async def _check_late_draws_differ(bench: Bench) -> None:
+    """Check that each bit of a seed counts for the last tokens of long requests as well, and after a freeze."""
+    seed = bench.rng.getrandbits(_SEED_BITS)
+    seeds = [seed, *(seed ^ 1 << bit for bit in _BITS)]
+    for mode in (None, *bench.freezes()):
+        params = [bench.long(temperature=FLAT, seed=one) for one in seeds]
+        async with bench.in_flight([bench.prompt()] * len(seeds), params) as task:
+            if mode is not None:
+                await bench.engine.pause_generation(mode)
+                await check_held(bench.engine, task)
+                await bench.engine.continue_generation()
+            samples = _ids(await task)
+        for other, sample in zip(seeds[1:], samples[1:], strict=True):
+            check_draws_differ(samples[0], sample, f"seeds {seed} and {other}, {mode and f'frozen {mode.value}'},")
+
+
 async def _check_streams_do_not_overlap(bench: Bench) -> None:
     """Check that no sample draws as one of another seed does a few tokens later, where the context changes no draw."""
     params = SamplingParams(
-        max_new_tokens=_STREAM, temperature=_FLAT, n=4, seed=11, ignore_eos=bench.claims(Capability.IGNORE_EOS)
+        max_new_tokens=_STREAM, temperature=FLAT, n=4, seed=11, ignore_eos=bench.claims(Capability.IGNORE_EOS)
     )
     samples = _ids(await bench.engine.generate(bench.prompt(), params))
     for one, other in permutations([ids for ids in samples if len(ids) == _STREAM], 2):

@@ -12,6 +12,7 @@ from drivetrain.errors import InvalidRequest
 from drivetrain.types.capability import Capability
 from drivetrain_conformance.assertions.pooled_inputs import (
     SHORT_CONTEXT,
+    after_other_calls,
     check_inputs_leave_nothing,
     check_one_version,
     longest_input,
@@ -52,7 +53,8 @@ async def scores_are_the_models(bench: Bench) -> None:
 async def a_batch_changes_no_score(bench: Bench) -> None:
     """A score is the same alone, among others of other lengths, and in another order, within rounding.
 
-    This holds for batches that take several forward passes. Sequences that were scored leave nothing behind.
+    This holds for batches that take several forward passes, and after pauses, sleeps and resets of the cache. Sequences
+    that were scored leave nothing behind.
     """
     for lengths in ((32, 10, 23, 41), many_lengths(bench)):
         outputs = [bench.prompt(1 + place % 7) for place in range(len(lengths))]
@@ -60,6 +62,8 @@ async def a_batch_changes_no_score(bench: Bench) -> None:
         alone = [(await bench.engine.score([one], [other]))[0] for one, other in zip(inputs, outputs, strict=True)]
         _assert_near(bench, await bench.engine.score(inputs, outputs), alone)
         _assert_near(bench, (await bench.engine.score(inputs[::-1], outputs[::-1]))[::-1], alone)
+    async for _ in after_other_calls(bench.engine):
+        _assert_near(bench, await bench.engine.score(inputs, outputs), alone)
     await check_inputs_leave_nothing(bench, partial(_score_wholes, bench))
 
 

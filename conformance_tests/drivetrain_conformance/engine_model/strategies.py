@@ -27,6 +27,7 @@ from drivetrain.types.sampling import (
     EbnfGrammar,
     JsonSchema,
     LogitProcessor,
+    LogprobsMode,
     RegexGrammar,
     SamplingParams,
     StructuredOutput,
@@ -37,6 +38,8 @@ _T = TypeVar("_T")
 
 LONGEST: Final = 480
 """Most tokens of a drawn prompt, and of a drawn output."""
+FLAT: Final = 1000.0
+"""A temperature at which all tokens are about as likely, so that draws depend on the seed and the place alone."""
 _FINEST: Final = 1000
 
 # Numbers -------------------------------------------------------------------------------------------------------------
@@ -170,10 +173,14 @@ MIXED: Final = Kind(
 """Any mixture of fields."""
 
 
+_DECISIVE: Final = frozenset({"top_k", "top_p", "min_p", "logit_bias", "structured_output"})
+"""Fields that may leave one token to draw, so that no seed matters, or end a request early."""
+
+
 def lasting(least: int, most: int) -> Kind:
     """Return seeded requests of many fields that no stop ends, of ``least`` to ``most`` tokens.
 
-    Fields that may leave one token to draw, so that no seed matters, or end a request early, are seldom set.
+    Those of :data:`_DECISIVE` are seldom set.
     """
     return Kind(
         tokens=counts(least, most),
@@ -182,7 +189,7 @@ def lasting(least: int, most: int) -> Kind:
         seeds=_LARGE_SEEDS,
         odds=st.just(_OFTEN),
         always=frozenset({"seed", "ignore_eos"}),
-        seldom=frozenset({"top_k", "top_p", "min_p", "logit_bias", "structured_output"}),
+        seldom=_DECISIVE,
         never=frozenset({"stop_token_ids"}),
         stops=("",),
     )
@@ -242,7 +249,7 @@ def sampling_params(
     maybe("return_sampling_mask", st.just(True), Capability.SAMPLING_MASK)
     maybe("seed", kind.seeds, Capability.SEED)
     maybe("top_k", st.integers(1, 8) | counts(1, len(vocabulary)), Capability.TOP_K)
-    maybe("top_p", numbers(0.01, 1.0), Capability.TOP_P)
+    maybe("top_p", numbers(0.003, 1.0), Capability.TOP_P)
     maybe("min_p", st.just(0.0) | numbers(0.001, 1.0), Capability.MIN_P)
     # A grammar itself says where output ends and what may be drawn; fields that contradict it have no correct result.
     grammars = [grammar for capability, grammar in _GRAMMARS if capability in capabilities]
@@ -253,7 +260,7 @@ def sampling_params(
     maybe("repetition_penalty", sometimes(numbers(0.5, 2.0), numbers(0.1, 10.0), 4), Capability.REPETITION_PENALTY)
     maybe("frequency_penalty", signed(2.0), Capability.FREQUENCY_PENALTY)
     maybe("presence_penalty", signed(2.0), Capability.PRESENCE_PENALTY)
-    some = sometimes(_few(ids), _many(vocabulary))
+    some = sometimes(_few(ids), _many(vocabulary), 4)
     maybe("logit_bias", some.flatmap(_biased), Capability.LOGIT_BIAS)
     maybe("stop_token_ids", some, Capability.STOP_TOKEN_IDS)
     either = draw(st.sampled_from(kind.stops))
@@ -330,24 +337,57 @@ def batches(
 
 
 def lasting_batches(
-    ids: Sequence[int], capabilities: frozenset[Capability], least: int, most: int
+    ids: Sequence[int], capabilities: frozenset[Capability], least: int, most: int, context: int = 2 * LONGEST
 ) -> SearchStrategy[Batch]:
-    """Draw calls of several requests of the kind :func:`lasting`, and a twin of one of them.
+    """Draw calls of several requests of the kind :func:`lasting`.
 
-    The twin's seed differs in one bit.
+    Two of the last ones differ in one bit of their seeds alone, and are drawn from all tokens alike; others have
+    precise numbers. One prompt in six fills the ``context``, together with the longest output.
     """
     lasts = sampling_params(ids, capabilities, lasting(least, most))
-    begins = token_prompts(ids, counts(1, LONGEST * 2 - most))
+    longest = context - most
+    begins = token_prompts(ids, sometimes(counts(1, longest), st.just(longest), 6))
     calls = st.lists(st.tuples(begins, lasts), min_size=3, max_size=5)
-    return st.builds(_with_a_twin, calls, st.integers(0, 9) | st.integers(0, 62))
+    precise = st.just(_precise(ids, capabilities))
+    return st.builds(_with_twins, calls, st.integers(0, 9) | st.integers(0, 62), precise)
 
 
-def _with_a_twin(calls: Sequence[tuple[Prompt, SamplingParams]], bit: int) -> Batch:
-    drawn = [call for call in calls if call[1].temperature and call[1].structured_output is None]
-    prompt, params = (drawn or calls)[0]
-    fields = params.model_dump(include=params.model_fields_set)
-    seed = None if params.seed is None else params.seed ^ 1 << bit
-    return _batch([*calls, (prompt, SamplingParams.model_validate({**fields, "seed": seed}))])
+def _with_twins(calls: Sequence[tuple[Prompt, SamplingParams]], bit: int, precise: Sequence[SamplingParams]) -> Batch:
+    """Add one of the calls, so hot that its context matters to no draw, with two seeds, and with precise numbers."""
+    drawn = [call for call in calls if call[1].max_new_tokens]
+    if not drawn:
+        return _batch(calls)
+    prompt, params = drawn[0]
+    fields = params.model_dump(include=params.model_fields_set - _DECISIVE - {"structured_output", "logit_processors"})
+    seeds = [params.seed] if params.seed is None else [params.seed, params.seed ^ 1 << bit]
+    added = [SamplingParams.model_validate({**fields, "temperature": FLAT, "seed": seed}) for seed in seeds]
+    added += [one.model_copy(update={"max_new_tokens": params.max_new_tokens}) for one in precise]
+    return _batch([*calls, *((prompt, one) for one in added)])
+
+
+def _precise(ids: Sequence[int], capabilities: frozenset[Capability]) -> list[SamplingParams]:
+    """Return params whose numbers lie between two that 16 bits hold, and whose logprobs show it.
+
+    Biases make the temperature's error large, repeated tokens those of penalties. Among tokens that are about as likely
+    as each other, a nucleus shows its width by the logprob of each.
+    """
+    if not capabilities.issuperset({Capability.LOGPROBS_PROCESSED, Capability.TOP_LOGPROBS, Capability.LOGIT_BIAS}):
+        return []
+    fields: dict[str, object] = {"temperature": 4.0019, "logprobs": 8, "logprobs_mode": LogprobsMode.PROCESSED}
+    fields["logit_bias"] = {**dict.fromkeys(ids[:4], 32.0), **dict.fromkeys(ids[4:8], -32.0)}
+    for field, needed, value in (
+        ("repetition_penalty", Capability.REPETITION_PENALTY, 0.12506),
+        ("frequency_penalty", Capability.FREQUENCY_PENALTY, -1.00048),
+        ("ignore_eos", Capability.IGNORE_EOS, True),
+        ("seed", Capability.SEED, 2**62 + 1),
+    ):
+        if needed in capabilities:
+            fields[field] = value
+    found = [SamplingParams.model_validate(fields)]
+    if Capability.TOP_P in capabilities:
+        flat = {name: fields[name] for name in ("logprobs", "logprobs_mode", "ignore_eos", "seed") if name in fields}
+        found.append(SamplingParams.model_validate({**flat, "temperature": FLAT, "top_p": 0.50195}))
+    return found
 
 
 def _batch(calls: Sequence[tuple[Prompt, SamplingParams]]) -> Batch:

@@ -6,20 +6,28 @@ import dataclasses
 import secrets
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from typing import cast
 
 from drivetrain.backend.base import GenerateRequest, GenerateResult
-from drivetrain_conformance.mutants.registry import mutant
+from drivetrain.types.modes import PauseMode
+from drivetrain.types.outputs import FinishReason
+from drivetrain_conformance.mutants.drawn.numbers import in_float16
+from drivetrain_conformance.mutants.registry import backend_mutants, mutant
 from drivetrain_conformance.mutants.spoil import (
     CorrectBackend,
     KnowingEos,
+    after,
+    joined,
     own,
     params_mutant,
     request_mutant,
+    resubmitting,
     token_by_token,
 )
 
 _LARGEST = 2**63 - 1
+_LATE = 182
 
 # Lost fields ---------------------------------------------------------------------------------------------------------
 
@@ -190,9 +198,48 @@ def gives_all_samples_one_seed(request: GenerateRequest) -> GenerateRequest:
 @request_mutant("sampling/another_seed_draws_otherwise", says="two of these were drawn alike")
 def sends_seeds_as_doubles(request: GenerateRequest) -> GenerateRequest:
     """A seed passes through a double, which drops the low bits of large ones."""
-    return (
-        request if request.seed is None else dataclasses.replace(request, seed=min(int(float(request.seed)), _LARGEST))
-    )
+    return _as_a_double(request)
+
+
+def _as_a_double(request: GenerateRequest) -> GenerateRequest:
+    seed = None if request.seed is None else min(int(float(request.seed)), _LARGEST)
+    return dataclasses.replace(request, seed=seed)
+
+
+def _resumed(request: GenerateRequest, made: GenerateResult) -> GenerateRequest:
+    return dataclasses.replace(after(request, made), resumed_tokens=request.resumed_tokens + len(made.token_ids))
+
+
+_retracted_mutant = backend_mutants(partial(resubmitting, PauseMode.RETRACT, left=_resumed))
+
+
+@mutant("sampling/another_seed_draws_otherwise", says="draw alike")
+class sends_seeds_as_doubles_late(CorrectBackend):
+    """After 182 tokens of a request, its seed passes through a double."""
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        if request.seed is None or request.max_new_tokens <= _LATE:
+            return await super().generate(request)
+        first = await super().generate(dataclasses.replace(request, max_new_tokens=_LATE))
+        if len(first.token_ids) < _LATE or first.finish_reason is not FinishReason.LENGTH:
+            return first
+        return joined(first, await super().generate(_as_a_double(_resumed(request, first))))
+
+
+@_retracted_mutant("sampling/another_seed_draws_otherwise", says="draw alike")
+def sends_seeds_as_doubles_once_retracted(request: GenerateRequest) -> GenerateRequest | None:
+    """The seed of a retracted request passes through a double."""
+    return None if request.seed is None else _as_a_double(request)
+
+
+@_retracted_mutant("histories/random_requests_are_honoured", says="has logprob")
+def rounds_temperatures_once_retracted(request: GenerateRequest) -> GenerateRequest | None:
+    """The temperature of a retracted request that biases tokens is rounded to float16."""
+    params = request.params
+    if not (params.temperature and params.logit_bias) or params.stop or params.stop_regex:
+        return None
+    rounded = in_float16(params.temperature) or params.temperature
+    return dataclasses.replace(request, params=params.model_copy(update={"temperature": rounded}))
 
 
 @mutant("sampling/another_seed_draws_otherwise", says="tokens later what the other does")

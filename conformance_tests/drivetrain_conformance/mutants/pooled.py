@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -12,8 +13,10 @@ import numpy as np
 from drivetrain.backend.base import Backend
 from drivetrain.engine.pooling import Pooling
 from drivetrain.types.config import EngineConfig, Task
+from drivetrain.types.modes import PauseMode
 from drivetrain.types.prompts import PromptLike
 from drivetrain_conformance.assets.served_models import copy_model
+from drivetrain_conformance.mutants.drawn.numbers import in_bfloat16
 from drivetrain_conformance.mutants.registry import mixed, mutant, spoiled_backend
 from drivetrain_conformance.mutants.spoil import CorrectBackend, config_mutant, own
 
@@ -132,6 +135,56 @@ class keeps_what_it_scored(_Keeping):
     async def reward_score(self, sequences: list[list[int]]) -> list[float]:
         self._kept += [bytearray(b"x" * 4096) for _ in sequences]
         return await super().reward_score(sequences)
+
+
+@mutant("embeddings/a_batch_changes_no_vector", says="more descriptors")
+class leaves_a_descriptor_to_each_fourth_embedding(_Keeping):
+    """Every fourth call of embed() leaves a descriptor open."""
+
+    async def embed(self, prompts: list[list[int]], dimensions: int | None) -> list[list[float]]:
+        self._kept.append(bytearray())
+        if len(self._kept) % 4 == 0:
+            os.open(os.devnull, os.O_RDONLY)
+        return await super().embed(prompts, dimensions)
+
+
+@mutant("score/a_batch_changes_no_score", says="more descriptors")
+class leaves_a_descriptor_to_each_fourth_score(_Keeping):
+    """Every fourth call of reward_score() leaves a descriptor open."""
+
+    async def reward_score(self, sequences: list[list[int]]) -> list[float]:
+        self._kept.append(bytearray())
+        if len(self._kept) % 4 == 0:
+            os.open(os.devnull, os.O_RDONLY)
+        return await super().reward_score(sequences)
+
+
+class _OnceFrozen(CorrectBackend):
+    _was_frozen = own(bool)
+
+    async def freeze(self, mode: PauseMode) -> None:
+        self._was_frozen = True
+        await super().freeze(mode)
+
+
+@mutant("score/a_batch_changes_no_score", says="off [")
+class scores_in_bfloat16_after_a_pause(_OnceFrozen):
+    """After a pause, scores pass through bfloat16."""
+
+    async def reward_score(self, sequences: list[list[int]]) -> list[float]:
+        scores = await super().reward_score(sequences)
+        return [*map(in_bfloat16, scores)] if self._was_frozen else scores
+
+
+@mutant("embeddings/the_pooling_of_the_folder_is_applied_or_refused", says="vectors are others after a pause")
+class embeds_another_last_bit_after_a_pause(_OnceFrozen):
+    """After a pause, vectors of a deterministic engine differ in a last bit."""
+
+    async def embed(self, prompts: list[list[int]], dimensions: int | None) -> list[list[float]]:
+        vectors = await super().embed(prompts, dimensions)
+        if not (self._was_frozen and self.config.deterministic):
+            return vectors
+        return [[float(np.nextafter(np.float32(first), np.float32(9))), *others] for first, *others in vectors]
 
 
 @mutant("embeddings/dimensions_shorten_a_vector", says="a number is off by")

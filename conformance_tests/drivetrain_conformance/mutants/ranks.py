@@ -136,6 +136,15 @@ def keeps_its_memory_on_one_rank(worker: Any, name: str, proceed: Proceed) -> An
     return proceed()
 
 
+@spoiled_rank(caught_by="parallel/every_rank_gives_its_memory_back", says="the ranks gave [")
+def keeps_a_fifth_of_its_memory_on_one_rank(worker: Any, name: str, proceed: Proceed) -> Any:
+    """One rank sleeps as the others do, and holds a fifth of its weights."""
+    if name == "sleep":
+        weights = [parameter.detach().flatten() for parameter in worker.model.parameters()]
+        worker.held_asleep = [weight[: len(weight) // 5].clone() for weight in weights]
+    return proceed()
+
+
 @spoiled_rank(caught_by="parallel/an_update_reaches_every_rank", says="the ranks differ after")
 def commits_another_version_on_one_rank(worker: Any, name: str, proceed: Proceed) -> Any:
     """One rank commits an update as another version."""

@@ -150,8 +150,8 @@ def suite_of_mutant(backend: str, mutant: Mutant | None) -> type[Suite]:
 
         def open_engine(self, fields: Mapping[str, object]) -> InferenceEngine:
             if mutant is not None and mutant.spoil_backend is not None:
-                with _registered(mutant.spoil_backend(registry.load_backend(backend))) as name:
-                    return create_engine({"isolation": Isolation.INLINE, **fields, "backend": name})
+                with registered(mutant.spoil_backend(registry.load_backend(backend))) as name:
+                    return create_engine({"isolation": Isolation.INLINE, "backend": name, **fields})
             engine: InferenceEngine = super().open_engine(fields)
             if mutant is None:
                 return engine
@@ -167,8 +167,8 @@ def suite_of_mutant(backend: str, mutant: Mutant | None) -> type[Suite]:
 
 
 @contextmanager
-def _registered(spoiled: type[Backend]) -> Iterator[str]:
-    """Let ``create_engine`` find the spoiled class under a name of its own."""
+def registered(spoiled: type[Backend]) -> Iterator[str]:
+    """Let ``create_engine`` find the spoiled class in this process, under a name of its own."""
     spoiled.name = f"{spoiled.name}-spoiled"
     spoiled.endangers_its_process = False
     plugin = _Plugin(spoiled)

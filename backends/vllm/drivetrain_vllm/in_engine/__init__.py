@@ -36,6 +36,7 @@ def activate() -> None:
         sampler,
         sampling_masks,
         scheduler_calls,
+        vision_names,
         weight_layouts,
     )
 
@@ -45,4 +46,5 @@ def activate() -> None:
     sampling_masks.register()
     expert_records.register()
     scheduler_calls.register()
+    vision_names.register()
     weight_layouts.register()

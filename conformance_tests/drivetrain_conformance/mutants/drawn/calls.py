@@ -15,6 +15,7 @@ import torch
 
 from drivetrain.backend.base import ModelInfo
 from drivetrain.errors import DrivetrainError
+from drivetrain.types.capability import Capability
 from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain.types.weights import (
     BeginUpdate,
@@ -158,7 +159,8 @@ def of_a_tensor(rng: random.Random) -> tuple[str, Effect]:
 
     how = "" if share == 1.0 else f"the first {share:g} of "
     if rng.random() < 0.25:
-        return f"{how}{part!r} wakes as it was at the start", OnCall(("start", "wake_up"), wake, shows_awake)
+        woken = OnCall(("start", "wake_up"), wake, shows_awake, needs=Capability.SLEEP_KEEPS_WEIGHTS)
+        return f"{how}{part!r} wakes as it was at the start", woken
     return f"{how}{part!r} is not updated", OnCall(("receive_weights",), update, shows)
 
 
@@ -186,13 +188,20 @@ async def _write(backend: Any, tensors: Mapping[str, torch.Tensor], version: str
         await send(CommitUpdate(version))
 
 
-_CONFIGURED: Final = (
-    *("context_length", "max_num_seqs", "weight_version", "deterministic", "sleep_keeps_weights"),
-    *("enable_prefix_caching", "max_lora_rank", "max_loras"),
-)
+_CONFIGURED: Final[Mapping[str, Capability | None]] = {
+    "context_length": None,
+    "max_num_seqs": None,
+    "weight_version": None,
+    "deterministic": Capability.DETERMINISTIC,
+    "sleep_keeps_weights": Capability.SLEEP_KEEPS_WEIGHTS,
+    "enable_prefix_caching": Capability.PREFIX_CACHE,
+    "max_lora_rank": Capability.LORA,
+    "max_loras": Capability.LORA,
+}
+"""Fields of the configuration, and the capability that a value other than the default needs."""
 
 
 def of_the_configuration(rng: random.Random) -> tuple[str, Effect]:
     """Draw a field of the configuration that is lost."""
-    field = rng.choice(_CONFIGURED)
-    return f"the configuration loses {field}", OnConfig(field)
+    field = rng.choice([*_CONFIGURED])
+    return f"the configuration loses {field}", OnConfig(field, needs=_CONFIGURED[field])

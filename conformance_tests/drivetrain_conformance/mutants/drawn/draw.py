@@ -7,18 +7,23 @@ are drawn do not.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 from typing import Any, Final, cast
 
 from drivetrain.backend.base import GenerateRequest
+from drivetrain.backend.registry import load_backend
+from drivetrain.types.capability import Capability
 from drivetrain.types.modes import PauseMode
+from drivetrain.types.sampling import LogprobsMode, SamplingParams
+from drivetrain.types.token_scores import Scoring
 from drivetrain_conformance.mutants.drawn.answers import of_a_whole_answer, of_an_answer, of_other_answers
 from drivetrain_conformance.mutants.drawn.calls import of_a_call, of_a_leak, of_a_tensor, of_the_configuration
 from drivetrain_conformance.mutants.drawn.mutant import (
     Drawn,
     Effect,
     Holds,
+    OnCall,
     OnConfig,
     OnRequest,
     OnResult,
@@ -28,7 +33,6 @@ from drivetrain_conformance.mutants.drawn.numbers import log_count
 from drivetrain_conformance.mutants.drawn.requests import (
     CONTEXT,
     field_of,
-    is_sampled,
     of_a_count,
     of_a_list,
     of_a_number,
@@ -88,13 +92,63 @@ def _requests(rng: random.Random) -> tuple[str, Holds]:
         ("in streams", lambda scene: scene.method == "stream"),
         ("with n > 1", of(lambda request: request.params.n > 1)),
         ("with weights of an update", lambda scene: "update" in scene.past),
-        ("at temperature 0", of(lambda request: not is_sampled(request))),
+        (_COLD, of(lambda request: request.params.temperature == 0)),
     )
     return rng.choice(ways) if rng.random() < 0.75 else _calls(rng)
 
 
-def draw(seed: int, count: int) -> list[Drawn]:
-    """Draw distinct wrong backends."""
+_PAGE: Final = "kept by the engine page"
+"""Said by a backend of a field of the configuration that it need not honour itself."""
+_COLD: Final = "at temperature 0"
+_SCORES: Final = "with scoring"
+_WITNESSES: Final = {
+    _COLD: GenerateRequest(
+        request_id="greedy",
+        prompt_token_ids=[1],
+        params=SamplingParams(temperature=0, logprobs=1),
+        max_new_tokens=1,
+        stop_token_ids=(),
+        logprobs_mode=LogprobsMode.PROCESSED,
+    ),
+    _SCORES: GenerateRequest(
+        request_id="scored",
+        prompt_token_ids=[1] * CONTEXT,
+        params=SamplingParams(max_new_tokens=0),
+        max_new_tokens=0,
+        stop_token_ids=(),
+        logprobs_mode=LogprobsMode.RAW,
+        lora="adapter",
+        priority=1,
+        scoring=Scoring(2, 0.5, 1, 0, b""),
+    ),
+}
+"""Conditions that rule out the effects of most fields, and a request that fulfils each."""
+
+
+def _can_show(effect: Effect, when: str, claimed: Collection[Capability], kept: Collection[str]) -> bool:
+    """Return whether some request or call of a backend that claims these capabilities could show the effect."""
+    if isinstance(effect, OnConfig) and effect.field in kept:
+        return False
+    if isinstance(effect, OnCall | OnConfig):
+        return effect.needs is None or effect.needs in claimed
+    if not isinstance(effect, OnRequest) or when not in _WITNESSES:
+        return True
+    witness, other = _WITNESSES[when], replace(_WITNESSES[when], lora="other", priority=2)
+    scene = Scene("generate", 1, [other], frozenset(), earlier=other)
+    return effect.shows(witness) and (when == _COLD or effect.change(witness, scene) != witness)
+
+
+def draw(
+    seed: int, count: int, claimed: Collection[Capability] = tuple(Capability), kept: Collection[str] = ()
+) -> list[Drawn]:
+    """Draw distinct wrong backends, each of which could be seen.
+
+    Args:
+        seed: The seed.
+        count: The number of wrong backends.
+        claimed: Capabilities that the backend claims.
+        kept: Fields of the configuration that the engine page keeps, so that a backend which loses them loses nothing.
+    """
     rng, found = random.Random(f"wrong backends {seed}"), dict[str, Drawn]()
     weighted = [make for weight, make in _EFFECTS for _ in range(weight)]
     while len(found) < count:
@@ -112,5 +166,22 @@ def draw(seed: int, count: int) -> list[Drawn]:
         elif isinstance(effect, OnConfig) or asked in ("start", "stats"):
             when, holds = "", lambda scene: True
         name = f"{does}, {when}".removesuffix(", ")
-        found.setdefault(name, Drawn(name, effect, holds))
+        if _can_show(effect, when, claimed, kept):
+            found.setdefault(name, Drawn(name, effect, holds))
     return [*found.values()]
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """A draw that another process can repeat: the functions of a mutant cannot be sent to one."""
+
+    backend: str
+    seed: int
+    count: int
+    claimed: frozenset[Capability]
+
+    def mutants(self) -> list[Drawn]:
+        """Draw the mutants."""
+        names = load_backend(self.backend).config_names
+        kept = [field for field, honoured_by in names.items() if honoured_by == _PAGE]
+        return draw(self.seed, self.count, self.claimed, kept)

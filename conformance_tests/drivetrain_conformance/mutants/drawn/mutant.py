@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from drivetrain.backend.base import GenerateRequest
+from drivetrain.types.capability import Capability
 from drivetrain.types.config import EngineConfig
 from drivetrain.types.modes import PauseMode
 from drivetrain.types.routed_experts import RoutedExperts
@@ -89,6 +90,8 @@ class OnCall:
     shows: Callable[[tuple[Any, ...], Scene, Exception | None], bool] = lambda arguments, scene, error: error is None
     least: int = 1
     """Calls in one case after which a user could see it."""
+    needs: Capability | None = None
+    """Capability without which the call has no such effect."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +99,8 @@ class OnConfig:
     """Loses a field of the configuration."""
 
     field: str
+    needs: Capability | None = None
+    """Capability that a value other than the default needs."""
 
 
 Effect = OnRequest | OnResult | OnAnswer | OnCall | OnConfig

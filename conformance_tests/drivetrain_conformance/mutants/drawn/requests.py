@@ -17,17 +17,22 @@ from drivetrain_conformance.mutants.drawn.mutant import (
     Scene,
 )
 from drivetrain_conformance.mutants.drawn.numbers import in_bfloat16, in_float16, log_count, log_number
+from drivetrain_conformance.references.tolerances import tolerance_of
 
+_VOCABULARY: Final = 256
 _FLOATS: Final[Mapping[str, tuple[float, float, float]]] = {
     "temperature": (1e-6, 1e3, 1.0),
-    "top_p": (0.002, 1.0, 1.0),
+    "top_p": (1 / _VOCABULARY, 1.0, 1.0),
     "min_p": (1e-3, 1.0, 0.0),
     "repetition_penalty": (1e-2, 1e2, 1.0),
     "frequency_penalty": (0.05, 2.0, 0.0),
     "presence_penalty": (0.05, 2.0, 0.0),
 }
 """Fields with a number: the range in which a user sees a difference, and the default."""
-_VOCABULARY: Final = 256
+_AS_IT_IS: Final = frozenset({"top_p", "min_p", "presence_penalty"})
+"""Numbers whose relative error is at most that of a probability: logits and counts of tokens do not multiply it."""
+_HALF_ULP: Final = {"float16": 2**-11, "bfloat16": 2**-8}
+"""Largest relative error of rounding."""
 CONTEXT: Final = 1000
 """Tokens of a long prompt or output; the models that the suite makes take 1024 together."""
 _COUNTS: Final[Mapping[str, tuple[int, int]]] = {
@@ -42,12 +47,12 @@ _DRAWS: Final = frozenset({"temperature", "top_p", "min_p", "top_k"})
 
 def is_sampled(request: GenerateRequest) -> bool:
     """Return whether a request draws its tokens."""
-    return request.params.temperature > 0
+    return request.params.temperature > 0 and request.max_new_tokens > 0
 
 
 def _precise(request: GenerateRequest) -> bool:
-    params = request.params
-    return is_sampled(request) and params.logprobs is not None and params.logprobs_mode is not LogprobsMode.RAW
+    returned = request.params.logprobs is not None and request.logprobs_mode is not LogprobsMode.RAW
+    return is_sampled(request) and returned
 
 
 def _always(_: GenerateRequest) -> bool:
@@ -109,15 +114,15 @@ def of_a_number(rng: random.Random) -> tuple[str, Effect]:
     low, high, default = _FLOATS[field]
     limit, shows = log_number(rng, low, high), is_sampled if field in _DRAWS else _always
     sign: Callable[[float, float], float] = math.copysign if low == 0.05 else lambda size, value: size
-    does, change = rng.choice(
-        (
-            ("is lost", lambda value: default),
-            (f"is at most {limit:g}", lambda value: sign(min(abs(value), limit), value)),
-            (f"is at least {limit:g}", lambda value: sign(max(abs(value), limit), value) if value else value),
-            ("is rounded to bfloat16", in_bfloat16),
-            ("is rounded to float16", lambda value: in_float16(value) or value),
-        )
-    )
+    ways: list[tuple[str, Callable[[float], float]]] = [
+        ("is lost", lambda value: default),
+        (f"is at most {limit:g}", lambda value: sign(min(abs(value), limit), value)),
+        (f"is at least {limit:g}", lambda value: sign(max(abs(value), limit), value) if value else value),
+    ]
+    for dtype, rounded in (("bfloat16", in_bfloat16), ("float16", lambda value: in_float16(value) or value)):
+        if field not in _AS_IT_IS or _HALF_ULP[dtype] > tolerance_of("float32"):
+            ways.append((f"is rounded to {dtype}", rounded))
+    does, change = rng.choice(ways)
     if "rounded" in does:
         shows = _precise
     return f"{field} {does}", OnRequest(_params(lambda params, _: {field: change(getattr(params, field))}), shows)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar, Final, TypeVar, cast
 
 from drivetrain.backend.base import Backend, GenerateRequest, GenerateResult, ModelInfo, TokenDelta
@@ -39,10 +40,11 @@ _WATCHED: Final = (
 
 
 class Probe:
-    """Notes which mutants a user would have seen, case by case."""
+    """Notes which mutants a user would have seen, case by case, and may append their names to a file."""
 
-    def __init__(self, mutants: Sequence[Drawn]) -> None:
+    def __init__(self, mutants: Sequence[Drawn], file: str = "") -> None:
         self._all = mutants
+        self._file = file
         self.case = ""
         self.unseen = list(mutants)
         self._calls: Counter[str] = Counter()
@@ -61,6 +63,9 @@ class Probe:
             if self._calls[one.name] >= (one.effect.least if isinstance(one.effect, OnCall) else 1):
                 self.seen[one.name].append(self.case)
                 self.unseen.remove(one)
+                if self._file:
+                    with Path(self._file).open("a", encoding="utf-8") as file:
+                        file.write(f"{one.name}\n")
 
 
 class Watched(CorrectBackend):
