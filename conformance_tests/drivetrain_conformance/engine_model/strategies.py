@@ -298,8 +298,8 @@ def batches(
 ) -> SearchStrategy[Batch]:
     """Draw calls of several prompts of any kind, each with its own params; see :func:`sampling_params`.
 
-    With ``lasting``, requests make about as many tokens as this range says, and no stop ends them early. Two of the
-    last ones differ in one bit of their seeds alone, and are drawn from all tokens alike; others have precise numbers.
+    With ``lasting``, requests make about as many tokens as this range says, and no stop ends them early. The last two
+    differ in one bit of their seeds alone, and are drawn from all tokens alike, or they have precise numbers.
     One prompt in six fills the ``context``, together with the longest output.
     """
     if lasting is not None:
@@ -307,7 +307,7 @@ def batches(
         longest = context - lasting[1]
         begins = token_prompts(ids, sometimes(counts(1, longest), st.just(longest), 6))
         calls = st.lists(st.tuples(begins, lasts), min_size=3, max_size=5)
-        precise = st.just(_precise(ids, capabilities))
+        precise = st.sampled_from([(), _precise(ids, capabilities)])
         return st.builds(_with_twins, calls, st.integers(0, 9) | st.integers(0, 62), precise)
     params = sampling_params(ids, capabilities, stops=stops)
     pairs = st.lists(st.tuples(prompts(ids, chat=chat), params), min_size=1, max_size=4)
@@ -317,13 +317,13 @@ def batches(
 
 
 def _with_twins(calls: Sequence[tuple[Prompt, SamplingParams]], bit: int, precise: Sequence[SamplingParams]) -> Batch:
-    """Add one of the calls, so hot that its context matters to no draw, with two seeds, and with precise numbers."""
+    """Add one of the calls with precise numbers; without these, so hot that no context matters, with two seeds."""
     drawn = [call for call in calls if call[1].max_new_tokens]
     if not drawn:
         return _batch(calls)
     prompt, params = drawn[0]
     fields = params.model_dump(include=params.model_fields_set - _DECISIVE - {"structured_output", "logit_processors"})
-    seeds = [params.seed] if params.seed is None else [params.seed, params.seed ^ 1 << bit]
+    seeds = [] if precise or params.seed is None else [params.seed, params.seed ^ 1 << bit]
     added = [SamplingParams.model_validate({**fields, "temperature": FLAT, "seed": seed}) for seed in seeds]
     added += [one.model_copy(update={"max_new_tokens": params.max_new_tokens}) for one in precise]
     return _batch([*calls, *((prompt, one) for one in added)])
