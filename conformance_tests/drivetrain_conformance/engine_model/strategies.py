@@ -341,25 +341,25 @@ def lasting_batches(
 ) -> SearchStrategy[Batch]:
     """Draw calls of several requests of the kind :func:`lasting`.
 
-    Two of the last ones differ in one bit of their seeds alone, and are drawn from all tokens alike; others have
-    precise numbers. One prompt in six fills the ``context``, together with the longest output.
+    The last two differ in one bit of their seeds alone, and are drawn from all tokens alike, or they have precise
+    numbers. One prompt in six fills the ``context``, together with the longest output.
     """
     lasts = sampling_params(ids, capabilities, lasting(least, most))
     longest = context - most
     begins = token_prompts(ids, sometimes(counts(1, longest), st.just(longest), 6))
     calls = st.lists(st.tuples(begins, lasts), min_size=3, max_size=5)
-    precise = st.just(_precise(ids, capabilities))
+    precise = st.sampled_from([(), _precise(ids, capabilities)])
     return st.builds(_with_twins, calls, st.integers(0, 9) | st.integers(0, 62), precise)
 
 
 def _with_twins(calls: Sequence[tuple[Prompt, SamplingParams]], bit: int, precise: Sequence[SamplingParams]) -> Batch:
-    """Add one of the calls, so hot that its context matters to no draw, with two seeds, and with precise numbers."""
+    """Add one of the calls with precise numbers; without these, so hot that no context matters, with two seeds."""
     drawn = [call for call in calls if call[1].max_new_tokens]
     if not drawn:
         return _batch(calls)
     prompt, params = drawn[0]
     fields = params.model_dump(include=params.model_fields_set - _DECISIVE - {"structured_output", "logit_processors"})
-    seeds = [params.seed] if params.seed is None else [params.seed, params.seed ^ 1 << bit]
+    seeds = [] if precise or params.seed is None else [params.seed, params.seed ^ 1 << bit]
     added = [SamplingParams.model_validate({**fields, "temperature": FLAT, "seed": seed}) for seed in seeds]
     added += [one.model_copy(update={"max_new_tokens": params.max_new_tokens}) for one in precise]
     return _batch([*calls, *((prompt, one) for one in added)])
