@@ -1,7 +1,7 @@
 """An event loop for simulations, whose clock counts CPU time and skips every wait.
 
-If timers are all that is waited for, as in simulated engines, such a clock shows how long a run would take on a machine
-that does nothing else. Other processes do not slow it down, and a run takes no longer than its CPU time.
+Where a program waits for timers only, as simulated engines do, such a clock shows how long a run would take on a
+machine that does nothing else. Other processes do not slow it down, and a run takes no longer than its CPU time.
 """
 
 from __future__ import annotations

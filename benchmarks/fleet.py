@@ -171,11 +171,11 @@ class Found:
     """One round."""
 
     seconds: float
-    """Of all requests at once."""
+    """Seconds for all requests at once."""
     latencies: list[float]
-    """Of each of them."""
+    """Seconds of each of them."""
     cpu_seconds: float
-    """Of all of them."""
+    """CPU seconds for all of them."""
     steady: list[float]
     """Latencies of clients, without the garbage collector."""
     collected: list[float]
@@ -490,8 +490,11 @@ def main() -> None:
     parser.add_argument("--ms-per-token", type=float, default=100.0)
     parser.add_argument("--backend", choices=("transformers", "sglang", "vllm", "echo"), help="measure real engines")
     parser.add_argument("--only", action="append", choices=PARTS, help="what is measured; repeatable; default: all")
+    parser.add_argument("--gc-threshold", type=int, nargs=3, help="as for gc.set_threshold; default: Python's")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
+    if given.gc_threshold:
+        gc.set_threshold(*given.gc_threshold)
     if given.backend:
         rows = asyncio.run(real(given.backend, tiny_model(), given.engines, given.requests))
         found = {"throughput": [asdict(row) for row in rows]}

@@ -73,8 +73,10 @@ STRUCK: Final = "struck"
 KILLED: Final = "killed"
 FROZEN: Final = "frozen"
 THAWED: Final = f"frozen for {SHORT_S} s"
+THAWED_LATE: Final = "frozen until it was given up"
 CUT: Final = "cut"
 MENDED: Final = f"cut for {SHORT_S} s"
+MENDED_LATE: Final = "cut until it was given up"
 UNHARMED: Final = "-"
 
 
@@ -149,7 +151,14 @@ class Blow:
     name: str
     strike: Callable[[], None]
     relent: Callable[[], None] | None = None
-    """Takes the blow back after :data:`SHORT_S`; None: nothing does."""
+    """Takes the blow back; None: nothing does."""
+    late: bool = False
+    """True: it is taken back once the victim counts as lost; False: after :data:`SHORT_S`."""
+
+    @property
+    def loses(self) -> bool:
+        """True if the victim must be lost."""
+        return self.relent is None or self.late
 
 
 def to_process(pid: int) -> dict[str, Blow]:
@@ -162,12 +171,17 @@ def to_process(pid: int) -> dict[str, Blow]:
         Blow(KILLED, send(signal.SIGKILL)),
         Blow(FROZEN, send(signal.SIGSTOP)),
         Blow(THAWED, send(signal.SIGSTOP), send(signal.SIGCONT)),
+        Blow(THAWED_LATE, send(signal.SIGSTOP), send(signal.SIGCONT), late=True),
     )
 
 
 def to_network(link: Relay) -> dict[str, Blow]:
     """Return the blows that a network can be dealt, by name."""
-    return _by_name(Blow(CUT, link.cut), Blow(MENDED, link.cut, link.mend))
+    return _by_name(
+        Blow(CUT, link.cut),
+        Blow(MENDED, link.cut, link.mend),
+        Blow(MENDED_LATE, link.cut, link.mend, late=True),
+    )
 
 
 def _by_name(*blows: Blow) -> dict[str, Blow]:
@@ -186,8 +200,14 @@ class Striker:
         if not self.at:
             self.at = time.monotonic()
             self.blow.strike()
-            if self.blow.relent is not None:
+            if self.blow.relent is not None and not self.blow.late:
                 asyncio.get_running_loop().call_later(SHORT_S, self.blow.relent)
+
+    async def relent_late(self) -> None:
+        """Take the blow back now, if it is one for that; the victim has some time to do harm."""
+        if self.blow.relent is not None and self.blow.late:
+            self.blow.relent()
+            await asyncio.sleep(2 * SHORT_S)
 
 
 class StruckFirst:
@@ -488,13 +508,19 @@ async def in_ray_actor(lab: Lab) -> AsyncIterator[tuple[InferenceEngine, Callabl
 NOTHING: Final = "nothing"
 NETWORK: Final = "the network to an engine"
 RAY: Final = "an engine's Ray actor"
-HOWS: Final = {NOTHING: (UNHARMED,), NETWORK: (CUT, MENDED), RAY: (KILLED, FROZEN)}
-"""Blows of the places that are not struck as plain processes are."""
+OWNER: Final = "the owner of a remote engine"
+HOWS: Final = {
+    NOTHING: (UNHARMED,),
+    OWNER: (KILLED, FROZEN, THAWED, THAWED_LATE),
+    NETWORK: (CUT, MENDED, MENDED_LATE),
+    RAY: (KILLED, FROZEN),
+}
+"""Blows of the places that are not struck as a host process is, which its engine kills when it is given up."""
 Place = Callable[[Lab], AbstractAsyncContextManager[tuple[InferenceEngine, Callable[[], dict[str, Blow]]]]]
 PLACES: Final[dict[str, Place]] = {
     NOTHING: unharmed,
     "an engine's host process": in_host_process,
-    "the owner of a remote engine": of_another_owner,
+    OWNER: of_another_owner,
     NETWORK: across_a_network,
     RAY: in_ray_actor,
 }
@@ -515,8 +541,9 @@ async def strike_an_engine(lab: Lab, name: str, how: str, moment: Moment) -> Row
         change = outcome(await asyncio.gather(moment.change(fleet, lab.model, striker.strike), return_exceptions=True))
         assert striker.at, f"{moment.name} did not come to {moment.call}"
         committed = {"initial", fleet.get_weight_version()}
-        if blow.relent is None:
+        if blow.loses:
             await until(lambda: fleet.report(STRUCK).health is Health.FAILED)
+            await striker.relent_late()
         else:
             await asyncio.sleep(2 * SHORT_S)
         engines = ", ".join(fleet.health())
@@ -541,7 +568,7 @@ HOLDING: Final = {
 
 
 async def hold(moment: str, model: str, given: str) -> None:
-    """In a process of its own: attach to engines, go as far as the moment, say so, and wait for the blow.
+    """In a process of its own: attach to engines, go as far as the moment, say so, and wait for the blow and its end.
 
     With one handle the process is its holder, with several it is the fleet of these engines.
     """
@@ -567,8 +594,15 @@ async def hold(moment: str, model: str, given: str) -> None:
             case "loading a bucket":
                 update = await stack.enter_async_context(engine.weight_update(request))
                 await update.load([0])
+        thawed = asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGCONT, thawed.set)
         print("ready", flush=True)
-        await asyncio.sleep(600)
+        await thawed.wait()
+        # Long given up, the process goes on with what it was at: it leaves the update by committing it.
+        if moment == "asleep":
+            await engine.wake_up()
+        if moment in ("asleep", "paused"):
+            await engine.continue_generation()
 
 
 @asynccontextmanager
@@ -619,6 +653,7 @@ async def _struck(
     striker = Striker(blow)
     striker.strike()
     await asyncio.sleep(HEARTBEAT_S + 2)
+    await striker.relent_late()
     committed = {page.get_weight_version() for page in pages}
     engines = ", ".join(page.state.value for page in pages)
     for page in pages:
@@ -658,7 +693,7 @@ def plan(lab: Lab, chosen: Sequence[str], hows: Sequence[str]) -> list[Callable[
         (what, how, functools.partial(strike, lab, how, moment))
         for what, strike in HOLDERS.items()
         for moment, needs in HOLDING.items()
-        for how in (KILLED, FROZEN)
+        for how in (KILLED, FROZEN, THAWED_LATE)
         if needs <= claimed
     ]
     return [fault for what, how, fault in found if what in (chosen or [what]) and how in (hows or [how])]
