@@ -17,6 +17,8 @@ from drivetrain_trainers.verl import rollout
 from drivetrain_trainers.verl.engine_server import EngineServer
 from drivetrain_trainers.verl.rollout import DrivetrainRollout
 
+HANGING = 900.0
+"""Seconds after which a test counts as hanging, on a machine however busy."""
 MODEL = str(tiny_model("qwen2"))
 Pairs = Iterator[tuple[str, torch.Tensor]]
 
@@ -74,7 +76,7 @@ def with_a_rank(
 
         monkeypatch.setattr(rollout, "attach_to", attach_to)
         try:
-            await asyncio.wait_for(test(rank, server), 120)
+            await asyncio.wait_for(test(rank, server), HANGING)
         finally:
             await attached.teardown()
             await server.engine.teardown()

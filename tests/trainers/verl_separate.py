@@ -19,6 +19,8 @@ from drivetrain_trainers.verl.checkpoint_engine import DirectPush
 from drivetrain_trainers.verl.engine_server import EngineServer
 from drivetrain_trainers.verl.rollout import PUSHED, DrivetrainRollout
 
+HANGING = 900.0
+"""Seconds after which a test counts as hanging, on a machine however busy."""
 MODEL = str(tiny_model("qwen2"))
 
 
@@ -78,7 +80,7 @@ def test_one_push_updates_the_engines_of_all_replicas(count: int, monkeypatch: p
         for server in servers.values():
             await server.engine.teardown()
 
-    asyncio.run(asyncio.wait_for(run(), 200))
+    asyncio.run(asyncio.wait_for(run(), HANGING))
 
 
 def test_other_ranks_gather_and_workers_of_the_rollout_receive_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,8 @@ from drivetrain_trainers.verl.engine_server import EngineServer
 from drivetrain_trainers.verl.prompt_scores import score_fields
 from drivetrain_weight_sync import WeightSync
 
+HANGING = 900.0
+"""Seconds after which a test counts as hanging, on a machine however busy."""
 BACKEND = os.environ.get("BACKEND", "transformers")
 PYTHON = os.environ.get("ENGINE_PYTHON")
 ENGINE = {"backend": BACKEND} if PYTHON is None else {"backend": BACKEND, "python": PYTHON}
@@ -58,7 +60,7 @@ def with_a_server(test: Callable[[EngineServer], Awaitable[None]], path: str = M
         one = server(path, **fields)
         await one.start()
         try:
-            await asyncio.wait_for(test(one), 120)
+            await asyncio.wait_for(test(one), HANGING)
         finally:
             await one.engine.teardown()
 
