@@ -14,6 +14,57 @@ from drivetrain.types.sampling_mask import SamplingMask
 _GATHER: Final = 0x0102040810204080
 
 
+class Packing:
+    """Rows that are being packed: the device's part is queued at once, the rest is done when they are read.
+
+    Args:
+        kept: True for ids that were left, boolean, shape (rows, vocabulary).
+        left: Number of ids left in each row, int32.
+    """
+
+    def __init__(self, kept: torch.Tensor, left: NDArray[np.int32]) -> None:
+        self._vocabulary = kept.shape[-1]
+        self._left = left
+        # In the words of drivetrain.types.sampling_mask.form_of:
+        excluded, bits = self._vocabulary - left, -(-self._vocabulary // 32)
+        self._lengths = np.minimum(np.minimum(left, excluded), bits)
+        self._as_bits = self._lengths < np.minimum(left, excluded)
+        as_kept = (left <= excluded) & ~self._as_bits
+        as_excluded = (left > excluded) & ~self._as_bits & (excluded > 0)
+        self._ids = _on_the_way(_ids_of(kept, as_kept, as_excluded, int(self._lengths[~self._as_bits].sum())))
+        self._words = _on_the_way(_bits_of(kept[_rows(self._as_bits)])) if self._as_bits.any() else None
+        self._there: torch.cuda.Event | None = None
+        if kept.is_cuda:
+            self._there = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._there.record(torch.cuda.current_stream(kept.device))
+        self._packed: list[bytes] | None = None
+
+    def rows(self) -> list[bytes]:
+        """Return each row as :func:`pack` does."""
+        if self._packed is None:
+            if self._there is not None:
+                self._there.synchronize()
+            self._packed = self._joined()
+        return self._packed
+
+    def _joined(self) -> list[bytes]:
+        lengths = self._lengths
+        payload = np.empty(int(lengths.sum()), dtype="<i4")
+        in_bits = np.repeat(self._as_bits, lengths)
+        payload[~in_bits] = self._ids.numpy()
+        if self._words is not None:
+            payload[in_bits] = self._words.numpy().reshape(-1).view("<i4")
+        ends = lengths.cumsum()
+        heads = np.stack([np.full_like(self._left, self._vocabulary), self._left], axis=-1).reshape(-1)
+        packed = np.insert(payload, np.repeat(ends - lengths, 2), heads).tobytes()
+        rows: list[bytes] = []
+        start = 0
+        for end in (4 * (ends + np.arange(2, 2 * len(ends) + 2, 2))).tolist():
+            rows.append(packed[start:end])
+            start = end
+        return rows
+
+
 def pack(kept: torch.Tensor) -> list[bytes]:
     """Return each row as bytes for :func:`joined`: the vocabulary size, and a position as in ``SamplingMask.packed``.
 
@@ -22,26 +73,7 @@ def pack(kept: torch.Tensor) -> list[bytes]:
     Args:
         kept: True for ids that were left, boolean, shape (rows, vocabulary).
     """
-    vocabulary = kept.shape[-1]
-    left = _words_of(kept.sum(-1, dtype=torch.int32))
-    # In the words of drivetrain.types.sampling_mask.form_of:
-    excluded, bits = vocabulary - left, -(-vocabulary // 32)
-    lengths = np.minimum(np.minimum(left, excluded), bits)
-    as_bits = lengths < np.minimum(left, excluded)
-    payload = np.empty(int(lengths.sum()), dtype="<i4")
-    in_bits = np.repeat(as_bits, lengths)
-    payload[~in_bits] = _ids_of(kept, (left <= excluded) & ~as_bits, (left > excluded) & ~as_bits & (excluded > 0))
-    if as_bits.any():
-        payload[in_bits] = _bits_of(kept[_rows(as_bits)])
-    ends = lengths.cumsum()
-    heads = np.stack([np.full_like(left, vocabulary), left], axis=-1).reshape(-1)
-    packed = np.insert(payload, np.repeat(ends - lengths, 2), heads).tobytes()
-    rows: list[bytes] = []
-    start = 0
-    for end in (4 * (ends + np.arange(2, 2 * len(ends) + 2, 2))).tolist():
-        rows.append(packed[start:end])
-        start = end
-    return rows
+    return Packing(kept, kept.sum(-1, dtype=torch.int32).cpu().numpy()).rows()
 
 
 def joined(rows: Iterable[bytes]) -> SamplingMask | None:
@@ -52,30 +84,30 @@ def joined(rows: Iterable[bytes]) -> SamplingMask | None:
     return SamplingMask(int.from_bytes(given[0][:4], "little"), b"".join(one[4:] for one in given))
 
 
-def _ids_of(kept: torch.Tensor, as_kept: NDArray[np.bool_], as_excluded: NDArray[np.bool_]) -> NDArray[np.int32]:
+def _ids_of(kept: torch.Tensor, as_kept: NDArray[np.bool_], as_excluded: NDArray[np.bool_], many: int) -> torch.Tensor:
     """Return the ids that were left in some rows, and those that were not in others, one row after another."""
     as_ids = as_kept | as_excluded
     if not as_ids.any():
-        return np.empty(0, dtype=np.int32)
+        return torch.empty(0, dtype=torch.int32)
     if as_excluded.any():
         kept = kept ^ _column(as_excluded, kept)
     if not as_ids.all():
         kept = kept & _column(as_ids, kept)
-    return _words_of(kept.nonzero()[:, 1].to(torch.int32))
+    # Their number is known, so this need not wait for a GPU to count them.
+    return torch.nonzero_static(kept, size=many)[:, 1].to(torch.int32)
 
 
 def _column(rows: NDArray[np.bool_], kept: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(rows).to(kept.device)[:, None]
 
 
-def _bits_of(kept: torch.Tensor) -> NDArray[np.int32]:
-    """Return rows as words of 32 bits, one row after another."""
+def _bits_of(kept: torch.Tensor) -> torch.Tensor:
+    """Return rows as bytes, four to a word of 32 bits, one row after another."""
     missing = -kept.shape[-1] % 32
     padded = torch.nn.functional.pad(kept, (0, missing)) if missing else kept.contiguous()
     # Eight booleans are one integer of 64 bits; the product has the lowest bit of each in its highest byte.
     gathered = padded.view(torch.uint8).view(torch.int64) * _GATHER
-    packed: NDArray[np.uint8] = ((gathered >> 56) & 0xFF).to(torch.uint8).cpu().numpy()
-    return packed.reshape(-1).view("<i4")
+    return ((gathered >> 56) & 0xFF).to(torch.uint8)
 
 
 def _rows(chosen: NDArray[np.bool_]) -> list[int]:
@@ -83,6 +115,8 @@ def _rows(chosen: NDArray[np.bool_]) -> list[int]:
     return rows
 
 
-def _words_of(values: torch.Tensor) -> NDArray[np.int32]:
-    words: NDArray[np.int32] = values.cpu().numpy()
-    return words
+def _on_the_way(values: torch.Tensor) -> torch.Tensor:
+    """Return memory to which a GPU's values are being copied; values on a CPU are returned."""
+    if not values.is_cuda:
+        return values
+    return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)

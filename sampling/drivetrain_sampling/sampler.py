@@ -194,8 +194,22 @@ class Sampler:
         Returns:
             Bytes, of which :func:`drivetrain_sampling.packed_masks.joined` makes a sample's mask.
         """
+        kept = self.kept(choice)
+        return {} if kept is None else dict(zip(self.masked, pack(kept), strict=True))
+
+    @property
+    def masked(self) -> list[int]:
+        """Rows that want the ids that their tokens were drawn from."""
+        return self._masked
+
+    def kept(self, choice: Choice) -> torch.Tensor | None:
+        """Return the ids that each token was drawn from, as booleans on the device; None if no row wants them.
+
+        Returns:
+            Shape (len(masked), vocabulary).
+        """
         if not self._masked:
-            return {}
+            return None
         every = len(self._masked) == len(self._rows)
         rows = slice(None) if every else self._long(self._masked)
         kept = choice.processed[rows] > -torch.inf
@@ -203,7 +217,7 @@ class Sampler:
             greedy = self._greedy[rows, None]
             kept &= ~greedy
             kept |= greedy & (torch.arange(kept.shape[-1], device=self._device) == choice.token_ids[rows, None])
-        return dict(zip(self._masked, pack(kept), strict=True))
+        return kept
 
     def _is_greedy(self, row: int) -> bool:
         return self._rows[row].params.temperature == 0

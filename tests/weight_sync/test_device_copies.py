@@ -91,6 +91,7 @@ def test_no_thread_waits_for_a_gpu_while_another_captures(monkeypatch: pytest.Mo
     [
         "interpreted_adapters.py",
         "interpreted_conversions.py",
+        "interpreted_fp8.py",
         "interpreted_copies.py",
         "interpreted_updates.py",
         "interpreted_staging.py",

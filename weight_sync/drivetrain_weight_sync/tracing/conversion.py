@@ -13,7 +13,9 @@ import torch
 from torch import nn
 
 from drivetrain_weight_sync.copying.device_copies import DeviceCopies, DeviceCopy, Launched, captured, page_locked
+from drivetrain_weight_sync.copying.fp8_copies import Fp8Copies, Fp8Piece
 from drivetrain_weight_sync.copying.waiting import wait_for
+from drivetrain_weight_sync.tracing.fp8_layers import FilledInPlace, is_same, like
 from drivetrain_weight_sync.tracing.quantised_parts import QuantisedParts
 
 _log = logging.getLogger(__name__)
@@ -22,72 +24,140 @@ _log = logging.getLogger(__name__)
 class Conversion:
     """Layers that are filled and converted again and again while the tensors keep their addresses.
 
-    Each tensor is read once from the sender's memory: one kernel copies it to memory that all layers share in turn, and
-    digests it. The engine's own code converts that copy, which mostly lies in the GPU's cache.
+    Each tensor is read from the sender's memory and digested on the way. A layer whose quantisation is known is
+    quantised from there in place. For others, one kernel copies the tensors to memory that all layers share in turn,
+    and the engine's own code converts that copy, which mostly lies in the GPU's cache.
 
     Args:
         parts: Converts the layers.
         copies: For each layer, the copies that fill it, as :class:`DeviceCopies` takes them.
         memory: Bytes in which the copies' destinations lie.
+        in_place: Layers among them whose quantisation is known.
     """
 
     def __init__(
-        self, parts: QuantisedParts, copies: Mapping[nn.Module, Sequence[DeviceCopy]], memory: torch.Tensor
+        self,
+        parts: QuantisedParts,
+        copies: Mapping[nn.Module, Sequence[DeviceCopy]],
+        memory: torch.Tensor,
+        in_place: Mapping[nn.Module, FilledInPlace] | None = None,
     ) -> None:
         self._parts = parts
-        self._memory = memory
-        digests = [sum(copy.name is not None for copy in of_part) for of_part in copies.values()]
-        # At even places: Triton compiles a variant of the kernel for addresses that are no multiples of 16 bytes.
-        places = [many + many % 2 for many in digests]
-        self._found = torch.zeros(2, sum(places), dtype=torch.int64, device=memory.device)
-        parts_found = torch.split(self._found, places, dim=1)
-        self._filled = {
-            part: DeviceCopies(of_part, found=found)
-            for (part, of_part), found in zip(copies.items(), parts_found, strict=True)
-        }
-        begins = np.cumsum(places) - places
-        taken = np.concatenate([begin + np.arange(many) for begin, many in zip(begins, digests, strict=True)])
-        self._taken = torch.from_numpy(taken).to(memory.device)
-        self._sums = torch.zeros(2, len(taken), dtype=torch.int64, device=memory.device)
-        self._result = page_locked(self._sums)
-        self._order = [name for batch in self._filled.values() for name in batch.order]
-        self._ends = np.concatenate([batch.ends for batch in self._filled.values()])
-        self.names: frozenset[str] = frozenset(self._order)
+        self._memory: torch.Tensor | None = memory
+        self._device = memory.device
+        self._copies = copies
+        self._in_place = {} if in_place is None else in_place
+        self.names: frozenset[str] = frozenset(
+            copy.name for of_part in copies.values() for copy in of_part if copy.name is not None
+        )
         """Tensors that are copied and digested."""
+        self._lay_out(copies, [], [])
         self._launches = 0
         self._graph: torch.cuda.CUDAGraph | None = None
         self._is_captured = memory.is_cuda
         """True if a graph is captured at the second launch."""
 
+    def _lay_out(
+        self,
+        copies: Mapping[nn.Module, Sequence[DeviceCopy]],
+        pieces: Sequence[Fp8Piece],
+        plain: Sequence[DeviceCopy],
+    ) -> None:
+        """Make the tables of what is launched.
+
+        Args:
+            copies: Copies that fill the layers which the engine converts.
+            pieces: Pieces that are quantised in place.
+            plain: Copies into other parameters of layers that are quantised in place.
+        """
+        batches: list[Sequence[DeviceCopy] | Sequence[Fp8Piece]] = [*copies.values(), plain, pieces]
+        digests = [sum(one.name is not None for one in batch) for batch in batches]
+        # At even places: Triton compiles a variant of the kernel for addresses that are no multiples of 16 bytes.
+        places = [many + many % 2 for many in digests]
+        self._found = torch.zeros(2, max(sum(places), 1), dtype=torch.int64, device=self._device)
+        found = [self._found[:, end - many : end] for many, end in zip(places, np.cumsum(places), strict=True)]
+        self._filled = {
+            part: DeviceCopies(of_part, found=sums)
+            for (part, of_part), sums in zip(copies.items(), found, strict=False)
+        }
+        self._plain = DeviceCopies(plain, found=found[-2]) if plain else None
+        self._quantised = Fp8Copies(pieces, found=found[-1]) if pieces else None
+        made = [*self._filled.values(), self._plain, self._quantised]
+        begins = np.cumsum(places) - places
+        taken = np.concatenate([begin + np.arange(many) for begin, many in zip(begins, digests, strict=True)])
+        self._taken = torch.from_numpy(taken.astype(np.int64)).to(self._device)
+        self._sums = torch.zeros(2, len(taken), dtype=torch.int64, device=self._device)
+        self._result = page_locked(self._sums)
+        self._order = [name for batch in made if batch is not None for name in batch.order]
+        self._ends = np.concatenate([batch.ends for batch in made if batch is not None])
+
     @torch.no_grad()
     def launch(self) -> Launched:
         """Fill and convert all layers; return the digests of what was copied.
 
-        From the second launch on, a CUDA graph is replayed, unless the engine's code waits for the GPU.
+        The first launch converts all layers by the engine's own code. Those for which ``in_place`` gives the same bits
+        are quantised in place from the second launch on. Then a CUDA graph is replayed, unless the engine's code waits
+        for the GPU.
         """
         self._launches += 1
         if self._launches == 1:
             # A capture that fails leaves torch's allocator in disorder, so look first for what makes it fail.
             waits = _waits_in(self._enqueue) if self._is_captured else ()
-            if waits:
+            if not self._is_captured:
+                self._enqueue()
+            launched = self._launched()
+            self._quantise_in_place()
+            if waits and self._filled:
                 _log.warning(
                     "the engine waits for the GPU while it converts weights, so no graph is made: %s", waits[0]
                 )
                 self._is_captured = False
-            elif not self._is_captured:
-                self._enqueue()
-        else:
-            self._replay()
-        return Launched(self._order, self.names, self._ends, self._result, self._memory.device)
+            return launched
+        self._replay()
+        return self._launched()
+
+    def _launched(self) -> Launched:
+        return Launched(self._order, frozenset(self._order), self._ends, self._result, self._device)
+
+    def _quantise_in_place(self) -> None:
+        """Quantise layers in place from now on, if that gives the bits which the engine's own code has just given."""
+        pieces: list[Fp8Piece] = []
+        plain: list[DeviceCopy] = []
+        proved: set[nn.Module] = set()
+        for part, filled in self._in_place.items():
+            live = {name: own for name, own in part._parameters.items() if own is not None}
+            scratch = live | {name: like(live[name]) for name in filled.layer.quantised}
+            tried, made = filled.pieces(scratch), filled.pieces(live)
+            if tried is None or made is None:
+                continue
+            Fp8Copies(tried[0]).enqueue()
+            if all(is_same(live[name], scratch[name]) for name in filled.layer.quantised):
+                proved.add(part)
+                pieces += made[0]
+                plain += made[1]
+            else:
+                _log.warning(
+                    "a kernel quantises %s to other bits than the engine's own code, which is used instead",
+                    type(part).__name__,
+                )
+        if proved:
+            rest = {part: of_part for part, of_part in self._copies.items() if part not in proved}
+            self._lay_out(rest, pieces, plain)
+            if not rest:
+                self._memory = None
+            # Not for the first time within a capture: a kernel may have to be compiled.
+            self._enqueue_in_place()
+        # They hold the sender's tensors.
+        self._copies, self._in_place = {}, {}
 
     def _replay(self) -> None:
         if self._is_captured and self._graph is None:
             try:
-                self._graph = captured(self._memory.device, self._enqueue)
+                self._graph = captured(self._device, self._enqueue)
             except Exception as error:
                 _log.warning("the engine's conversion of weights cannot be captured, so no graph is made: %s", error)
                 self._is_captured = False
-                wait_for(self._memory.device)
+                wait_for(self._device)
         if self._graph is None:
             self._enqueue()
         else:
@@ -95,13 +165,21 @@ class Conversion:
 
     def _enqueue(self) -> None:
         self._found.zero_()
-        with _numbers_on_device():
-            for part, batch in self._filled.items():
-                with self._parts.anew(part, self._memory):
-                    batch.enqueue()
+        self._enqueue_in_place()
+        if self._filled:
+            with _numbers_on_device():
+                for part, batch in self._filled.items():
+                    with self._parts.anew(part, self._memory):
+                        batch.enqueue()
         torch.index_select(self._found, 1, self._taken, out=self._sums)
         if self._result is not self._sums:
             self._result.copy_(self._sums, non_blocking=True)
+
+    def _enqueue_in_place(self) -> None:
+        if self._plain is not None:
+            self._plain.enqueue()
+        if self._quantised is not None:
+            self._quantised.enqueue()
 
 
 @contextmanager

@@ -29,6 +29,10 @@ _OWN: Final = frozenset({"_parameters", "_buffers", "_modules"})
 
 Fresh = Callable[[torch.Tensor], torch.Tensor]
 """Finds the fresh memory of a part of a recorded parameter."""
+Replaced = dict[tuple[int, str], tuple[object, object]]
+"""The old and the new object, by owner and name."""
+Trial = Callable[[], tuple[dict[str, torch.Tensor], Replaced]]
+"""Converts a layer; returns the parameters that it has then, and what else was replaced."""
 
 
 class LayerForm:
@@ -172,6 +176,41 @@ class QuantisedParts:
                     own.data.copy_(made[name].data)
             others.take_values()
 
+    def form_of(self, part: nn.Module) -> Mapping[str, torch.Tensor]:
+        """Return the parameters of a layer's recorded form, as meta tensors."""
+        return self._forms[part].parameters
+
+    def parameter_of(self, destination: torch.Tensor) -> str:
+        """Return the name of the parameter to which a meta tensor of :meth:`as_loaded` belongs."""
+        return self._places[storage_of(destination)][1]
+
+    @contextmanager
+    def tried(self, part: nn.Module, memory: torch.Tensor) -> Iterator[tuple[Mapping[str, torch.Tensor], Trial]]:
+        """Let the caller fill memory of a layer's recorded form, and convert it; the layer keeps its own tensors.
+
+        Args:
+            part: The layer.
+            memory: At least :meth:`nbytes` bytes.
+        """
+        form = self._forms[part]
+        held = _laid_out(form, memory)
+        for name, values in form.values.items():
+            held[name].data.copy_(values)
+        with _Others(part) as others:
+            try:
+                with _with_parameters(part, held, form.kept):
+
+                    def convert() -> tuple[dict[str, torch.Tensor], Replaced]:
+                        self._convert(part)
+                        made: dict[str, torch.Tensor] = {
+                            name: own for name, own in part._parameters.items() if own is not None
+                        }
+                        return made, others.replaced()
+
+                    yield held, convert
+            finally:
+                others.restore()
+
     def load(self, parts: Sequence[nn.Module], weights: Mapping[str, torch.Tensor]) -> None:
         """Have the engine's loader fill layers from all their checkpoint tensors, and convert them."""
         with ExitStack() as stack:
@@ -204,12 +243,29 @@ class _Others:
         for owner, attributes in self._attributes:
             put_back(owner, attributes)
 
+    def replaced(self) -> Replaced:
+        """Return the old and the new object of each attribute and buffer that the conversion replaced."""
+        found: Replaced = {}
+        for number, (owner, attributes) in enumerate(self._attributes):
+            for name, old in attributes.items():
+                new = getattr(owner, name, old)
+                if new is not old:
+                    found[number, name] = old, new
+        for name, buffer in self._buffers.items():
+            if (new := self._part._buffers.get(name)) is not buffer:
+                found[-1, name] = buffer, new
+        return found
+
+    def restore(self) -> None:
+        """Give the owners the objects that they had."""
+        for owner, attributes in self._attributes:
+            vars(owner).update(attributes)
+
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._part._buffers.clear()
         self._part._buffers.update(self._buffers)
         if kind is not None:
-            for owner, attributes in self._attributes:
-                vars(owner).update(attributes)
+            self.restore()
 
 
 def held_by(part: nn.Module) -> list[torch.Tensor]:

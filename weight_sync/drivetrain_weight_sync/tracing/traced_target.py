@@ -25,6 +25,7 @@ from drivetrain_weight_sync.tensors.dtypes import dtype_name, dtype_of
 from drivetrain_weight_sync.tensors.storages import storage_of
 from drivetrain_weight_sync.tracing.conversion import Conversion
 from drivetrain_weight_sync.tracing.derived_tensors import Derived
+from drivetrain_weight_sync.tracing.fp8_layers import FilledInPlace, Fp8Layers
 from drivetrain_weight_sync.tracing.loader_trace import Copy, LoaderTrace, LoadWeights, trace_loader
 from drivetrain_weight_sync.tracing.quantised_parts import QuantisedParts, device_of, held_by
 
@@ -252,6 +253,7 @@ class TracedTarget:
         device = device_of(parts[0])
         memory = torch.empty(max(map(self._converter.nbytes, parts)), dtype=torch.uint8, device=device)
         copies: dict[nn.Module, list[DeviceCopy]] = {}
+        in_place: dict[nn.Module, FilledInPlace] = {}
         for part in parts:
             fresh = self._converter.fresh(part, memory)
             names = self.converted_parts[part]
@@ -267,12 +269,24 @@ class TracedTarget:
             ]
             if all(of_names):
                 copies[part] = [copy for of_name in of_names for copy in of_name]
+                ways = {name: (tensors[name], self._fills_of(name, part)) for name in names}
+                filled = frozenset(
+                    self._converter.parameter_of(way.destination) for _, some in ways.values() for way in some
+                )
+                layer = self._fp8_layers.of(part, filled)
+                if layer is not None:
+                    in_place[part] = FilledInPlace(layer, self._converter, ways, _at_once)
         if not copies:
             return frozenset()
         if len(self._conversions) >= _MOST_BATCHES:
             self._conversions.clear()
-        self._conversions[place] = made = Conversion(self._converter, copies, memory)
+        self._conversions[place] = made = Conversion(self._converter, copies, memory, in_place)
         return made.names
+
+    @cached_property
+    def _fp8_layers(self) -> Fp8Layers:
+        assert self._converter is not None
+        return Fp8Layers(self._converter)
 
     def load_again(self, place: Hashable, among: Set[str]) -> Set[str]:
         """Replay the copies of an earlier load with this key, and convert what is made from them."""

@@ -13,12 +13,14 @@ import hashlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
 import torch
 
 from drivetrain.types.sampling import LogprobsMode, SamplingParams
 from drivetrain_sampling import Row
 from drivetrain_sampling import Sampler as RowSampler
 from drivetrain_sampling.encoded_params import row_of
+from drivetrain_sampling.packed_masks import Packing
 from drivetrain_sglang.in_engine.failed_requests import note
 from drivetrain_sglang.translate import KEY, MASK
 
@@ -52,6 +54,18 @@ class Batch:
         """Record the sampled tokens: SGLang itself may learn of them a step later."""
         for req, token_id in zip(self.reqs, token_ids, strict=True):
             _row(req).generated.append(token_id)
+
+
+class _Masks:
+    """Masks of a step by row of the batch. SGLang reads them once the next step is queued, and they are made then."""
+
+    def __init__(self, packing: Packing, rows: Sequence[int]) -> None:
+        self._packing = packing
+        self._places = {row: place for place, row in enumerate(rows)}
+
+    def __getitem__(self, row: int) -> bytes | None:
+        place = self._places.get(row)
+        return None if place is None else self._packing.rows()[place]
 
 
 def requests_of(info: Any) -> Sequence[Req]:
@@ -133,16 +147,22 @@ def register() -> None:
             choice = sampler.choose(logits, batch.raw)
             note(logits_output, choice.top)
             batch.raw = None
-            masks = sampler.masks(choice)
-            if masks:
-                info = logits_output.customized_info or {}
-                logits_output.customized_info = {**info, MASK: [masks.get(row) for row in range(len(batch.reqs))]}
+            kept = sampler.kept(choice)
             if return_logprob:
                 self.output_logprob_processor.compute_logprobs(
                     sampler.logprobs(choice), top_logprobs_nums, token_ids_logprobs, choice.token_ids
                 ).write_output_to(logits_output)
             self._sync_token_ids_across_tp(choice.token_ids, sampling_info)
-            batch.take(choice.token_ids.tolist())
+            if kept is None:
+                batch.take(choice.token_ids.tolist())
+                return choice.token_ids
+            # A single wait for the GPU brings the tokens and how many ids each was drawn from.
+            numbers = torch.cat([choice.token_ids, kept.sum(-1)]).tolist()
+            count = len(batch.reqs)
+            batch.take(numbers[:count])
+            masks = _Masks(Packing(kept, np.array(numbers[count:], dtype=np.int32)), sampler.masked)
+            info: dict[str, Any] = logits_output.customized_info or {}
+            logits_output.customized_info = {**info, MASK: masks}
             return choice.token_ids
 
     for backend in ("pytorch", "flashinfer"):

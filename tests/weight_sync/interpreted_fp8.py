@@ -1,0 +1,184 @@
+"""Layers that a kernel quantises to fp8 in place; run by test_device_copies.py with TRITON_INTERPRET=1."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import triton.language as tl
+from tests.weight_sync.receiver_engines import push_in_process
+from torch import nn
+from triton.runtime import interpreter
+
+from drivetrain.errors import WeightVerifyFailed
+from drivetrain.types.weights import TensorSpec, WeightManifest
+from drivetrain_weight_sync import Receiver
+from drivetrain_weight_sync.copying import fp8_copies
+from drivetrain_weight_sync.copying.digest import digest
+from drivetrain_weight_sync.copying.fp8_copies import PER_TENSOR, Formula, Fp8Copies, Fp8Piece
+from drivetrain_weight_sync.tensors.block_quantisation import quantise_blocks
+from drivetrain_weight_sync.tracing.quantised_parts import LayerForm, QuantisedParts
+from drivetrain_weight_sync.tracing.traced_target import TracedTarget
+from drivetrain_weight_sync.transports.in_process import InProcessReader
+
+FP8 = torch.float8_e4m3fn
+Quantise = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+_convert_float = interpreter._convert_float
+
+
+def _exact(numbers: Any, of: Any, to: Any, rounding: Any) -> Any:
+    """Round to fp8 as GPUs do; Triton's interpreter does not."""
+    if (of, to) != (tl.float32, tl.float8e4nv):
+        return _convert_float(numbers, of, to, rounding)
+    values = torch.from_numpy(numbers.view(np.float32).copy()).to(FP8)
+    return values.view(torch.uint8).numpy().reshape(numbers.shape)
+
+
+interpreter._convert_float = _exact  # type: ignore[assignment]
+
+
+def number(value: float) -> torch.Tensor:
+    return torch.full((), value)
+
+
+def by_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    scale = (weight.float().abs().amax(-1, keepdim=True) / number(448)).clamp_min(1 / (448 * 512))
+    return (weight.float() / scale).clamp(-448, 448).to(FP8), scale
+
+
+def by_tensors(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    scale = weight.float().abs().amax((-2, -1), keepdim=True) / number(448)
+    factor = torch.where(scale == 0, 0, number(1) / scale)
+    return (weight.float() * factor).clamp(-448, 448).to(FP8), scale.flatten()
+
+
+def by_biased_tensors(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """No formula that is known."""
+    quantised, scale = by_tensors(weight + 1)
+    return quantised, scale
+
+
+def transposed(quantise: Quantise) -> Quantise:
+    def quantise_and_turn(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        quantised, scale = quantise(weight)
+        return quantised.t(), scale.t().contiguous() if scale.ndim > 1 else scale
+
+    return quantise_and_turn
+
+
+class Layer(nn.Module):
+    def __init__(self, shape: tuple[int, ...], quantise: Quantise) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16))
+        self.bias = nn.Parameter(torch.zeros(shape[-2], dtype=torch.bfloat16))
+        self.quantise = quantise
+
+
+class Engine:
+    """A fused layer of two tensors, and experts that come one by one."""
+
+    def __init__(self, quantise: Quantise, of_experts: Quantise, rows: int, columns: int) -> None:
+        self.rows = rows
+        self.fused, self.experts = Layer((rows + 2, columns), quantise), Layer((2, rows + 2, columns), of_experts)
+        self.model = nn.ModuleList([self.fused, self.experts])
+        self.conversions = 0
+        forms = {layer: LayerForm.of(layer) for layer in (self.fused, self.experts)}
+        for layer in forms:
+            self.convert(layer)
+        self.parts = QuantisedParts(forms, self.convert, self.load_weights)
+
+    def convert(self, layer: nn.Module) -> None:
+        assert isinstance(layer, Layer)
+        self.conversions += 1
+        quantised, scale = layer.quantise(layer.weight.data)
+        layer.weight = nn.Parameter(quantised, requires_grad=False)
+        layer.weight_scale = nn.Parameter(scale, requires_grad=False)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        begins = {"q": (0, self.rows), "k": (self.rows, self.rows + 2)}
+        for name, tensor in weights:
+            if name in begins:
+                self.fused.weight.data[slice(*begins[name])].copy_(tensor)
+            elif name == "bias":
+                self.fused.bias.data.copy_(tensor)
+            else:
+                kind, expert = name.split(".")
+                into = self.experts.weight.data[int(expert)]
+                (into[: self.rows] if kind == "gate" else into[self.rows :]).copy_(tensor)
+
+
+def manifest(rows: int, columns: int) -> WeightManifest:
+    return WeightManifest(
+        (
+            TensorSpec("q", "bfloat16", (rows, columns)),
+            TensorSpec("k", "bfloat16", (2, columns)),
+            TensorSpec("bias", "bfloat16", (rows + 2,)),
+            *(TensorSpec(f"gate.{expert}", "bfloat16", (rows, columns)) for expert in range(2)),
+            *(TensorSpec(f"up.{expert}", "bfloat16", (2, columns)) for expert in range(2)),
+        ),
+        {},
+    )
+
+
+def try_engine(
+    quantise: Quantise, of_experts: Quantise, *, known: bool = True, rows: int = 2, columns: int = 640
+) -> None:
+    engine, held_by_trainer = Engine(quantise, of_experts, rows, columns), manifest(rows, columns)
+    target = TracedTarget(engine.load_weights, held_by_trainer, converted=engine.parts, at_once=True)
+    receiver = Receiver(target)
+    pushed = {spec.name: torch.zeros(spec.shape, dtype=torch.bfloat16) for spec in held_by_trainer.tensors}
+    held = [*engine.model.parameters()]
+    for push in range(4):
+        for name, tensor in pushed.items():
+            tensor.normal_()
+            if push == 2:
+                tensor[: len(tensor) // 2] = 0
+            if push == 3 and name.endswith("1"):
+                tensor.zero_()
+        before = engine.conversions
+        push_in_process(receiver, held_by_trainer, pushed)
+        assert (engine.conversions == before) == (known and push > 0), push
+        fused = quantise(torch.cat([pushed[name] for name in "qk"]))
+        experts = of_experts(
+            torch.stack([torch.cat([pushed[f"gate.{expert}"], pushed[f"up.{expert}"]]) for expert in range(2)])
+        )
+        for layer, (weight, scale) in ((engine.fused, fused), (engine.experts, experts)):
+            assert torch.equal(layer.weight.contiguous().view(torch.uint8), weight.contiguous().view(torch.uint8)), push
+            assert torch.equal(layer.weight_scale, scale), push
+        assert torch.equal(engine.fused.bias, pushed["bias"])
+    assert [id(one) for one in engine.model.parameters()] == [id(one) for one in held]
+    for name in ("k", "up.1"):
+        with pytest.raises(WeightVerifyFailed) as failed:
+            push_in_process(receiver, held_by_trainer, pushed, spoil=name)
+        assert failed.value.tensors == (name,)
+
+
+def main() -> None:
+    # The trainer's tensors stay where they are, and change.
+    fp8_copies.SHARED_BY = 1
+    InProcessReader.place = property(lambda _: "here")  # type: ignore[method-assign,assignment]
+    try_engine(transposed(by_rows), by_tensors)
+    try_engine(quantise_blocks, quantise_blocks, rows=128, columns=128)
+    try_engine(by_biased_tensors, by_biased_tensors, known=False)
+    for dtype in (torch.bfloat16, torch.float16):
+        tensors = {name: (3 * torch.randn(3, 4100)).to(dtype) for name in ("one", "other")}
+        into = [torch.empty(3, 4100, dtype=FP8) for _ in tensors]
+        scale = torch.empty(())
+        formula = Formula(0, 0, 0.0, 0.0, True)
+        pieces = [
+            Fp8Piece(tensor, own, scale, PER_TENSOR, formula, name)
+            for (name, tensor), own in zip(tensors.items(), into, strict=True)
+        ]
+        found = Fp8Copies(pieces).digests()
+        assert found == {name: digest(tensor) for name, tensor in tensors.items()}
+        quantised, right = by_tensors(torch.cat([*tensors.values()]))
+        assert torch.equal(torch.cat(into).view(torch.uint8), quantised.view(torch.uint8))
+        assert scale == right
+    print("all equal")
+
+
+if __name__ == "__main__":
+    main()
