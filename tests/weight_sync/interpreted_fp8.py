@@ -70,6 +70,8 @@ def transposed(quantise: Quantise) -> Quantise:
 
 
 class Layer(nn.Module):
+    weight_scale: torch.Tensor
+
     def __init__(self, shape: tuple[int, ...], quantise: Quantise) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16))
@@ -85,7 +87,7 @@ class Engine:
         self.fused, self.experts = Layer((rows + 2, columns), quantise), Layer((2, rows + 2, columns), of_experts)
         self.model = nn.ModuleList([self.fused, self.experts])
         self.conversions = 0
-        forms = {layer: LayerForm.of(layer) for layer in (self.fused, self.experts)}
+        forms: dict[nn.Module, LayerForm] = {layer: LayerForm.of(layer) for layer in (self.fused, self.experts)}
         for layer in forms:
             self.convert(layer)
         self.parts = QuantisedParts(forms, self.convert, self.load_weights)

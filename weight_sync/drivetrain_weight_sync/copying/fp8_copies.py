@@ -1,3 +1,4 @@
+# pyright: reportCallIssue=false
 """Quantise many tensors to float8_e4m3fn within a GPU, from where the sender put them to where the engine reads them.
 
 Each number is read once, or twice if a whole tensor shares its scale, and the digests of
