@@ -42,3 +42,10 @@ def test_a_field_that_asks_for_something_is_refused(
 ) -> None:
     with pytest.raises(InvalidConfig, match=f"{named}: the plain backend has no equivalent"):
         check(can, **fields)
+
+
+@pytest.mark.parametrize("task", ["embed", "reward"])
+def test_adapters_are_refused_where_no_call_takes_one(task: str) -> None:
+    can = frozenset({Capability.EMBED, Capability.REWARD_SCORE, Capability.LORA})
+    with pytest.raises(InvalidConfig, match=f"enable_lora=True: no call of an engine with task='{task}'"):
+        check(can, enable_lora=True, task=task)
