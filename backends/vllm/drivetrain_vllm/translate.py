@@ -82,9 +82,10 @@ KEY: Final = "drivetrain"
 """Key of ``extra_args`` under which a request carries its sampling parameters."""
 
 SCORING: Final = "drivetrain_scoring"
-SCORES: Final = "drivetrain_scores"
-"""Attribute of prompt logprobs that came with scores."""
 """Key of ``extra_args`` under which a request carries what to score of its prompt."""
+
+SCORES: Final = "drivetrain_scores"
+"""Attribute of a prompt's logprobs in which its scores come, if the request asks for both."""
 
 STOPS: Final = "drivetrain_stops"
 """Key of ``extra_args`` for a request's own stop ids, if it has a grammar."""
