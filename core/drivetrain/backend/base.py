@@ -132,8 +132,9 @@ class GenerateResult:
     token_ids: list[int]
     finish_reason: FinishReason
     weight_versions: list[VersionSpan]
-    """The weights that each token was sampled with. For a prompt that is only scored: one empty span of the version that
-    scored it; or none, and ``InferenceEngine`` has the prompt scored again if the weights changed meanwhile."""
+    """The weights that each token was sampled with. For a prompt that is only scored: one empty span of the version
+    that scored it. An empty list: unknown, so ``InferenceEngine`` has it scored again if the weights changed meanwhile.
+    """
     matched_stop: int | None = None
     """The stop token id that ended the sample. (Stop strings and regexes are matched by ``InferenceEngine``.)"""
     logprobs: list[float] | None = None

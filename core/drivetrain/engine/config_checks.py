@@ -107,8 +107,8 @@ def check_config(config: EngineConfig, config_names: Mapping[str, str], capabili
             require(capabilities, capability, f"{field}={shown(getattr(config, field))}", config.backend)
     if config.enable_lora and config.task is not Task.GENERATE:
         raise InvalidConfig(
-            f"enable_lora=True: no call of an engine with task={config.task.value!r} takes an adapter; merge the adapter "
-            "into the model, or leave it out",
+            f"enable_lora=True: no call of an engine with task={config.task.value!r} takes an adapter; merge the "
+            "adapter into the model, or leave it out",
             field="enable_lora",
         )
     if Capability.MOE not in capabilities and (experts := experts_of(config_levels(config.model))):
