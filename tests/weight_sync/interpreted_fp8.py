@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from drivetrain_weight_sync.copying import fp8_copies
 from drivetrain_weight_sync.copying.digest import digest
 from drivetrain_weight_sync.copying.fp8_copies import PER_TENSOR, Formula, Fp8Copies, Fp8Piece
 from drivetrain_weight_sync.tensors.block_quantisation import quantise_blocks
+from drivetrain_weight_sync.tracing import conversion
 from drivetrain_weight_sync.tracing.quantised_parts import LayerForm, QuantisedParts
 from drivetrain_weight_sync.tracing.traced_target import TracedTarget
 from drivetrain_weight_sync.transports.in_process import InProcessReader
@@ -165,6 +167,8 @@ def main() -> None:
     try_engine(transposed(by_rows), by_tensors)
     try_engine(quantise_blocks, quantise_blocks, rows=128, columns=128)
     try_engine(by_biased_tensors, by_biased_tensors, known=False)
+    with mock.patch.object(conversion, "like", side_effect=torch.OutOfMemoryError):
+        try_engine(by_rows, by_tensors, known=False)
     for dtype in (torch.bfloat16, torch.float16):
         tensors = {name: (3 * torch.randn(3, 4100)).to(dtype) for name in ("one", "other")}
         into = [torch.empty(3, 4100, dtype=FP8) for _ in tensors]

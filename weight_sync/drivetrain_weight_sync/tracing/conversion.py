@@ -126,20 +126,11 @@ class Conversion:
         proved: set[nn.Module] = set()
         for part, filled in self._in_place.items():
             live = {name: own for name, own in part._parameters.items() if own is not None}
-            scratch = live | {name: like(live[name]) for name in filled.layer.quantised}
-            tried, made = filled.pieces(scratch), filled.pieces(live)
-            if tried is None or made is None:
-                continue
-            Fp8Copies(tried[0]).enqueue()
-            if all(is_same(live[name], scratch[name]) for name in filled.layer.quantised):
+            made = filled.pieces(live)
+            if made is not None and _gives_same_bits(filled, live, type(part).__name__):
                 proved.add(part)
                 pieces += made[0]
                 plain += made[1]
-            else:
-                _log.warning(
-                    "a kernel quantises %s to other bits than the engine's own code, which is used instead",
-                    type(part).__name__,
-                )
         if proved:
             rest = {part: of_part for part, of_part in self._copies.items() if part not in proved}
             self._lay_out(rest, pieces, plain)
@@ -180,6 +171,26 @@ class Conversion:
             self._plain.enqueue()
         if self._quantised is not None:
             self._quantised.enqueue()
+
+
+def _gives_same_bits(filled: FilledInPlace, live: Mapping[str, torch.Tensor], layer: str) -> bool:
+    """Quantise a layer into other memory, and return whether that gives the bits that are ``live``."""
+    try:
+        scratch = {**live, **{name: like(live[name]) for name in filled.layer.quantised}}
+        tried = filled.pieces(scratch)
+        if tried is None:
+            return False
+        Fp8Copies(tried[0]).enqueue()
+        is_right = all(is_same(live[name], scratch[name]) for name in filled.layer.quantised)
+    except torch.OutOfMemoryError as error:
+        # The layer holds its new weights already, and the engine's own code can convert the next ones.
+        _log.warning(
+            "no memory to try a kernel on %s, so the engine's own code goes on converting it: %s", layer, error
+        )
+        return False
+    if not is_right:
+        _log.warning("a kernel quantises %s to other bits than the engine's own code, which is used instead", layer)
+    return is_right
 
 
 @contextmanager
