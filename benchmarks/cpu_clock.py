@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 
 class CpuClock:
-    """Real time but within :meth:`counting`."""
+    """A clock that shows real time, except within :meth:`counting`."""
 
     def __init__(self) -> None:
         self.counts = False

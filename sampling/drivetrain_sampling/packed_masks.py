@@ -15,7 +15,7 @@ _GATHER: Final = 0x0102040810204080
 
 
 class Packing:
-    """Rows that are being packed: the device's part is queued at once, the rest is done when they are read.
+    """Packs rows: the device's part is queued at once, the host's part is done when the rows are read.
 
     Args:
         kept: True for ids that were left, boolean, shape (rows, vocabulary).
@@ -84,8 +84,8 @@ def joined(rows: Iterable[bytes]) -> SamplingMask | None:
     return SamplingMask(int.from_bytes(given[0][:4], "little"), b"".join(one[4:] for one in given))
 
 
-def _ids_of(kept: torch.Tensor, as_kept: NDArray[np.bool_], as_excluded: NDArray[np.bool_], many: int) -> torch.Tensor:
-    """Return the ids that were left in some rows, and those that were not in others, one row after another."""
+def _ids_of(kept: torch.Tensor, as_kept: NDArray[np.bool_], as_excluded: NDArray[np.bool_], count: int) -> torch.Tensor:
+    """Return ``count`` ids: those left in some rows, and those not left in others, one row after another."""
     as_ids = as_kept | as_excluded
     if not as_ids.any():
         return torch.empty(0, dtype=torch.int32)
@@ -94,7 +94,7 @@ def _ids_of(kept: torch.Tensor, as_kept: NDArray[np.bool_], as_excluded: NDArray
     if not as_ids.all():
         kept = kept & _column(as_ids, kept)
     # Their number is known, so this need not wait for a GPU to count them.
-    return torch.nonzero_static(kept, size=many)[:, 1].to(torch.int32)
+    return torch.nonzero_static(kept, size=count)[:, 1].to(torch.int32)
 
 
 def _column(rows: NDArray[np.bool_], kept: torch.Tensor) -> torch.Tensor:
@@ -116,7 +116,7 @@ def _rows(chosen: NDArray[np.bool_]) -> list[int]:
 
 
 def _on_the_way(values: torch.Tensor) -> torch.Tensor:
-    """Return memory to which a GPU's values are being copied; values on a CPU are returned."""
+    """Return page-locked memory to which a GPU's values are being copied; return a CPU's values as they are."""
     if not values.is_cuda:
         return values
     return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)

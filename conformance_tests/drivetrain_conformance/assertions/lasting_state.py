@@ -75,6 +75,6 @@ def with_a_state(bench: Bench, tokens: int) -> list[SamplingParams]:
 
 
 def _mask_of_many(bench: Bench) -> ActionMask:
-    """Return a mask of seven eighths of the vocabulary, or of many ids, in no order."""
+    """Return a mask that allows many ids, at most seven eighths of the vocabulary, in no order."""
     vocabulary = bench.engine.model_info.vocab_size
     return ActionMask(allowed_token_ids=tuple(bench.rng.sample(range(vocabulary), min(_ALLOWED, vocabulary * 7 // 8))))

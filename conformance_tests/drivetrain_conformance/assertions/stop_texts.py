@@ -22,7 +22,7 @@ Fields = Mapping[str, object]
 
 
 def stop_params(fields: Fields) -> SamplingParams:
-    """Return greedy params of a free sample's length; without a text stop they keep no matched text."""
+    """Return greedy params of a free sample's length; without stops on text, drop ``include_stop_str_in_output``."""
     given = {"temperature": 0, "max_new_tokens": TOKENS, **fields}
     if not given.get("stop") and not given.get("stop_regex"):
         given.pop("include_stop_str_in_output", None)

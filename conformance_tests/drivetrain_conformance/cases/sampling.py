@@ -597,8 +597,9 @@ async def _check_late_draws_differ(bench: Bench) -> None:
                 await check_held(bench.engine, task)
                 await bench.engine.continue_generation()
             samples = _ids(await task)
+        frozen = "" if mode is None else f", frozen {mode.value},"
         for other, sample in zip(seeds[1:], samples[1:], strict=True):
-            check_draws_differ(samples[0], sample, f"seeds {seed} and {other}, {mode and f'frozen {mode.value}'},")
+            check_draws_differ(samples[0], sample, f"seeds {seed} and {other}{frozen}")
 
 
 async def _check_streams_do_not_overlap(bench: Bench) -> None:

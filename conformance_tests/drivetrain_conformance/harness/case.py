@@ -116,7 +116,7 @@ _Named = TypeVar("_Named", bound=Named)
 
 
 def choose(cases: Sequence[_Named], groups: Collection[str] | None, ids: Collection[str] | None) -> list[_Named]:
-    """Return the cases that are in these groups and have these ids; without them all.
+    """Return the cases that are in these groups and have these ids; None or none given: all.
 
     Raises:
         InvalidConfig: a group or a case does not exist.

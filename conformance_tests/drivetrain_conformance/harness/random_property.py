@@ -11,10 +11,10 @@ Test = Callable[..., Any]
 
 
 def random_property(examples: int, seeded_by: int) -> Callable[[Test], Test]:
-    """Decorate what ``given`` returns: no deadline, no database, and of all failures one, shrunk.
+    """Configure a test that ``given`` made: no deadline, no database, and one failure reported, shrunk.
 
     Args:
-        examples: How often the property is checked.
+        examples: Number of values for which the property is checked.
         seeded_by: Seed of the values.
     """
     chosen = settings(

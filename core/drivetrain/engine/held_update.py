@@ -52,7 +52,7 @@ class HeldUpdate:
         await self._task
 
     async def break_off(self, error: Exception) -> None:
-        """Leave the update with ``error``, which is not raised here; others are. Do nothing if it has ended."""
+        """Make the update fail with ``error``, which is not raised here; do nothing if the update has ended."""
         if self._task.done():
             return
         if not self._verdict.done():
@@ -65,6 +65,6 @@ class HeldUpdate:
 
 
 def _retrieve(task: asyncio.Task[None]) -> None:
-    """Look at a task's error: it is raised where the update is ended, and asyncio need not log it."""
+    """Mark a task's error as seen: it is raised where the update is ended, so asyncio must not log it."""
     if not task.cancelled():
         task.exception()

@@ -46,7 +46,8 @@ class Formula:
     """The float32 arithmetic of an engine's quantisation; engines differ in the last bit."""
 
     scale: int
-    """The scale, of the largest magnitude: 0: divided by 448, 1: times 1/448, 2: divided approximately."""
+    """How the scale is made of the largest magnitude. 0: division by 448. 1: multiplication by 1/448. 2: approximate
+    division by 448."""
     quotient: int
     """The number that is rounded. 0: x times (1 divided by the scale). 1: x divided by the scale, by way of its
     reciprocal. 2 and 3: the same two with an approximate division. 4: as 1, but by a division, which takes more time.
@@ -87,8 +88,7 @@ class Fp8Piece:
     group: Group
     formula: Formula
     name: str | None = None
-    """Key of the digest of the tensor whose first row is the first of the source, and which the source is all of; None:
-    no digest."""
+    """Key of the source's digest, if the source is a whole tensor of the sender's; None: no digest."""
 
 
 def fits(piece: Fp8Piece) -> bool:

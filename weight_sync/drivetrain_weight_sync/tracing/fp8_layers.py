@@ -82,7 +82,7 @@ class Fp8Layer:
         into: Mapping[str, torch.Tensor],
         make_copies: MakesCopies,
     ) -> tuple[list[Fp8Piece], list[DeviceCopy]] | None:
-        """Return what fills the layer from pushed tensors, which it also digests; None if no kernel can.
+        """Return pieces and copies that fill the layer from pushed tensors and digest these; None if no kernel can.
 
         Args:
             parts: Knows to which parameter a copy belongs.
@@ -151,7 +151,7 @@ def _part(own: torch.Tensor, way: Copy) -> torch.Tensor:
 def _pieces(
     weight: Fp8Weight, tensor: torch.Tensor, way: Copy, into: Mapping[str, torch.Tensor]
 ) -> list[Fp8Piece] | None:
-    """Return the pieces of one copy into a quantised parameter, a piece for each matrix; None if they are no rows."""
+    """Return the pieces of one copy into a quantised parameter, one for each matrix; None if its rows are not whole."""
     _, rows, columns = weight.shape
     source, destination = way.part_of(tensor), way.destination
     if source.ndim < 2 or destination.ndim != source.ndim or source.shape[-1] != columns:
@@ -370,8 +370,9 @@ def _whole_groups(weight: Fp8Weight) -> Iterator[tuple[slice, slice]]:
 def _fill(matrix: torch.Tensor, weight: Fp8Weight, trial: int) -> None:
     """Fill a weight with made-up numbers.
 
-    All trials together show each mantissa of bfloat16 at each exponent, beside each largest mantissa. A formula's
-    arithmetic depends on nothing else, as powers of two change no rounding, but where it has a least scale.
+    All trials together show each mantissa of bfloat16 at each exponent, beside each largest mantissa. Powers of two
+    change no rounding, so a formula's arithmetic depends on nothing else, except at a least scale: some groups have
+    unusual magnitudes to show that.
     """
     source = torch.Generator(matrix.device).manual_seed(trial)
     matrix.normal_(0, 0.0 if weight.group == PER_TENSOR else 0.02, generator=source)

@@ -57,7 +57,7 @@ class Batch:
 
 
 class _Masks:
-    """Masks of a step by row of the batch. SGLang reads them once the next step is queued, and they are made then."""
+    """A step's masks by row of the batch, packed when SGLang reads the first: it has queued the next step by then."""
 
     def __init__(self, packing: Packing, rows: Sequence[int]) -> None:
         self._packing = packing

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
 _WATCHED: Final = ("cur_batch_for_debug", "cur_batch")
-"""Names, by release, of the scheduler's attribute that holds the batch under way."""
+"""Names that releases give the scheduler's attribute with the current batch, which the watchdog looks at."""
 
 
 class Worker(RankWeights):
@@ -201,7 +201,7 @@ class Worker(RankWeights):
                 return
             self._settle()
         self._scheduler.pause_generation(PauseGenerationReqInput(mode=mode.value))
-        # SGLang's watchdog ends the engine if the batch takes no step for watchdog_timeout, by default 300 s.
+        # SGLang's watchdog ends the engine if a current batch takes no step for watchdog_timeout, 300 s by default.
         for name in _WATCHED:
             if hasattr(self._scheduler, name):
                 setattr(self._scheduler, name, None)

@@ -3,8 +3,8 @@
 
 vLLM has two model runners: the first for CPUs and some models, the second for GPUs from 0.26 on. Each keeps the states
 of all tokens of a step. Those of the positions that are scored are given to the model's head once more, part by part,
-and their scores leave through vLLM's own field for prompt logprobs. There they are tensors. If a request asks vLLM for
-prompt logprobs too, the scores are further columns of that field's tensors, and are taken off before vLLM reads it.
+and their scores leave as tensors through vLLM's own field for prompt logprobs. If a request asks vLLM for prompt
+logprobs too, the scores are further columns of their tensors, which are split off before vLLM reads these.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def _scoring(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_scores(found: dict[str, Any], request_id: str, scores: Any) -> dict[str, Any]:
-    """Return vLLM's results of a step with a request's scores, beside its prompt logprobs if it asks for these."""
+    """Add a request's scores to vLLM's results of a step, beside its prompt logprobs if it asked for these."""
     own = found.get(request_id)
     return {**found, request_id: scores if own is None else _beside(own, scores)}
 
@@ -196,7 +196,7 @@ def _scoring_rows(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _keeping(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Leave scores as they are: in the place of prompt logprobs, or on them if the request asks for these too."""
+    """Keep scores as tensors: in place of prompt logprobs, or as their attribute if the request asked for both."""
 
     @wraps(original)
     def update_prompt_logprobs(processor: Any, tensors: Any) -> None:

@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false
-"""Load vision towers as transformers 5.19 saves them: by names without ``vision_model``, and whole."""
+"""Load vision towers that transformers 5.19 or later saved, whose tensor names lack ``vision_model``."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _LAYERS: Final = "encoder.layers."
 
 
 def register() -> None:
-    """Have vLLM load a tower's tensors with and without the name of its only part, and hold those that it leaves out.
+    """Have vLLM accept a tower's tensor names with and without ``vision_model``, and keep those it does not use.
 
-    A LLaVA reads the features of an inner layer, and vLLM does not build the layers behind that one. A trainer has
+    A LLaVA reads the features of an inner layer, and vLLM does not build the layers after that one. A trainer has
     their tensors nonetheless, and pushes them.
     """
     from vllm.model_executor.models.utils import AutoWeightsLoader
@@ -63,7 +63,7 @@ def _uses(inner: Any, name: str) -> bool:
 
 
 def _hold(inner: Any, name: str, tensor: torch.Tensor) -> list[str]:
-    """Copy a tensor to a parameter that nothing computes with, made when the tensor first comes; return its name."""
+    """Copy a tensor into a parameter that no computation reads, which is made at the first copy; return its name."""
     if not hasattr(inner, "unused"):
         inner.unused, inner.unused_places = torch.nn.ParameterList(), dict[str, int]()
     if name not in inner.unused_places:

@@ -12,31 +12,19 @@ from typing import Final
 
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.engine.weight_transfers import WeightTransferHandle
-from drivetrain.errors import (
-    EngineError,
-    EngineStateError,
-    InvalidRequest,
-    UnsupportedCapability,
-)
+from drivetrain.errors import EngineError, EngineStateError, InvalidRequest, UnsupportedCapability
 from drivetrain.types.capability import Capability
 from drivetrain.types.modes import MemoryTag
 from drivetrain.types.weights import DiskSource, WeightUpdateRequest
 from drivetrain_conformance.assertions.event_loop_stalls import check_it_runs
 from drivetrain_conformance.assertions.full_disk import full_disk
-from drivetrain_conformance.assertions.memory_use import (
-    COUNTED,
-    check_steady,
-    held_by,
-    processes_of,
-)
+from drivetrain_conformance.assertions.memory_use import COUNTED, check_steady, held_by, processes_of
 from drivetrain_conformance.assertions.refusals import raises, refused
 from drivetrain_conformance.assertions.same_answers import check_same
 from drivetrain_conformance.assertions.saved_models import check_saved
 from drivetrain_conformance.assets.served_models import ModelKind
 from drivetrain_conformance.harness.case import case
-from drivetrain_conformance.harness.testbench import (
-    Bench,
-)
+from drivetrain_conformance.harness.testbench import Bench
 
 _TRIES: Final = 10
 """Times that an update is staged until enough was seen of it: on a busy machine a request may come too late."""

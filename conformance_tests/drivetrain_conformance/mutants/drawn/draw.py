@@ -98,7 +98,7 @@ def _requests(rng: random.Random) -> tuple[str, Holds]:
 
 
 _PAGE: Final = "kept by the engine page"
-"""Said by a backend of a field of the configuration that it need not honour itself."""
+"""A backend's remark on a field of the configuration that the engine page honours for it."""
 _COLD: Final = "at temperature 0"
 _SCORES: Final = "with scoring"
 _WITNESSES: Final = {
