@@ -30,6 +30,8 @@ class ScoredPrompts:
     waiting: dict[str, ScoredPrompt] = field(default_factory=dict)
     asked: dict[str, str] = field(default_factory=dict)
     """Encoded ``Scoring`` by request, until the first step of its prompt; the second runner alone uses it."""
+    with_logprobs: set[str] = field(default_factory=set)
+    """Requests that also ask vLLM for prompt logprobs; the second runner alone uses it."""
     vocabulary: int = 0
     """Number of logits of a position, for the second runner; 0: not known yet."""
 
@@ -150,6 +152,8 @@ def _noting_one(original: Callable[..., Any]) -> Callable[..., Any]:
         if SCORING in extra:
             scored: ScoredPrompts = worker.__dict__.setdefault(_STATE, ScoredPrompts())
             scored.asked[req_id] = extra[SCORING]
+            if sampling_params.prompt_logprobs is not None:
+                scored.with_logprobs.add(req_id)
         return original(worker, req_id, req_idx, sampling_params)
 
     return add_request
@@ -161,6 +165,7 @@ def _dropping(original: Callable[..., Any]) -> Callable[..., Any]:
         scored: ScoredPrompts | None = worker.__dict__.get(_STATE)
         if scored is not None:
             scored.asked.pop(req_id, None)
+            scored.with_logprobs.discard(req_id)
             scored.waiting.pop(req_id, None)
         return original(worker, req_id)
 
@@ -188,7 +193,9 @@ def _scoring_rows(original: Callable[..., Any]) -> Callable[..., Any]:
                 states = hidden_states[batch.query_start_loc_np[row] : batch.query_start_loc_np[row + 1]]
                 token = int(batch.num_computed_prefill_tokens_np[row])
                 scores = scored.score(request_id, token, states, logits_fn, scored.vocabulary)
-                if scores is not None:
+                # A preempted request reads its prompt again. vLLM does not repeat prompt logprobs then, nor may scores,
+                # which came beside them, come in their place.
+                if scores is not None and (request_id in found or request_id not in scored.with_logprobs):
                     found = _with_scores(found, request_id, scores)
         return found
 
