@@ -17,6 +17,7 @@ import drivetrain_transformers.scoring
 import oracle
 from drivetrain import (
     Completion,
+    EngineState,
     GenerateRequest,
     GenerateResult,
     InferenceEngine,
@@ -31,7 +32,7 @@ from drivetrain.types.weights import ApplyUpdate, WeightReply
 from drivetrain_sampling.scores import score_rows
 from drivetrain_transformers.engine import TransformersBackend
 from drivetrain_transformers.model import LoadedModel
-from engines import HANGING, until_generating
+from engines import HANGING, until, until_generating
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -126,7 +127,10 @@ async def test_prefixes_are_reused_up_to_the_first_position(engine: InferenceEng
 
 
 class LateToCommit(TransformersBackend):
-    """Does not say which weights scored a prompt, and scores it between an update and the update's reply."""
+    """Does not say which weights scored a prompt, and scores it between an update and the update's reply.
+
+    A prompt is scored earlier if the test sets ``updated``.
+    """
 
     name = "late-to-commit"
     asked: ClassVar[asyncio.Event]
@@ -171,23 +175,38 @@ def late_to_commit() -> Iterator[str]:
     unregister(plugin)
 
 
+async def score(engine: InferenceEngine, stream: bool) -> Completion:
+    if not stream:
+        return (await engine.compute_logprobs([[1, 2, 3]])).completions[0]
+    params = {"max_new_tokens": 0, "prompt_logprobs": 0}
+    chunks = [chunk async for chunk in engine.generate_stream([[1, 2, 3]], params)]
+    completion = chunks[-1].completion
+    assert completion is not None
+    return completion
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_scores_that_an_update_waits_for_are_of_the_old_weights(
+    late_to_commit: str, stream: bool, model: Path, other_model: Path
+) -> None:
+    """They are not made a second time."""
+    async with create_engine(late_to_commit, model=str(model), isolation="inline", weight_version="old") as engine:
+        asking = asyncio.create_task(score(engine, stream))
+        await LateToCommit.asked.wait()
+        updating = asyncio.create_task(engine.load_weights_from_disk(str(other_model), "new", mode=PauseMode.WAIT))
+        await until(lambda: engine.state is EngineState.UPDATING)
+        LateToCommit.updated.set()
+        await updating
+        assert (await asking).weight_version == "old"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_scores_are_labelled_with_the_weights_that_made_them_before_an_update_ends(
     late_to_commit: str, stream: bool, model: Path, other_model: Path
 ) -> None:
     """The backend serves the new weights as soon as they are there, and the engine knows of it with the reply."""
     async with create_engine(late_to_commit, model=str(model), isolation="inline", weight_version="old") as engine:
-
-        async def ask() -> Completion:
-            if not stream:
-                return (await engine.compute_logprobs([[1, 2, 3]])).completions[0]
-            params = {"max_new_tokens": 0, "prompt_logprobs": 0}
-            chunks = [chunk async for chunk in engine.generate_stream([[1, 2, 3]], params)]
-            completion = chunks[-1].completion
-            assert completion is not None
-            return completion
-
-        asking = asyncio.create_task(ask())
+        asking = asyncio.create_task(score(engine, stream))
         await LateToCommit.asked.wait()
         await engine.load_weights_from_disk(str(other_model), "new", mode=PauseMode.RETRACT)
         assert (await asking).weight_version == "new"

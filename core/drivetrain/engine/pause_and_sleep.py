@@ -81,9 +81,9 @@ class PauseAndSleep:
         match mode:
             case PauseMode.ABORT:
                 await self.in_flight.abort_running()
-                await self.in_flight.drained()
+                await self.in_flight.drained_first()
             case PauseMode.WAIT:
-                await self.in_flight.drained()
+                await self.in_flight.drained_first()
             case PauseMode.IN_PLACE | PauseMode.RETRACT:
                 self._frozen = True
                 await self.backend.freeze(mode)

@@ -63,6 +63,8 @@ class RequestsInFlight:
         self._at_gate: dict[asyncio.Future[None], None] = {}
         """One future per sample that waits there, in order of arrival."""
         self._drained = asyncio.Event()
+        self._drains_first = False
+        """True while a change of state waits until the backend has no sample, and has not touched the weights."""
         self._known: dict[str, Samples] = {}
         self._like_samples: set[str] = set()
         """Known ids that could be the ids of another prompt's samples."""
@@ -109,6 +111,14 @@ class RequestsInFlight:
         while self._in_backend:
             self._drained.clear()
             await self._drained.wait()
+
+    async def drained_first(self) -> None:
+        """Wait as :meth:`drained` does, for a change of state that does not touch the weights before."""
+        self._drains_first = True
+        try:
+            await self.drained()
+        finally:
+            self._drains_first = False
 
     @contextmanager
     def under_way(self, prompts: Sequence[Samples]) -> Generator[None, None, None]:
@@ -272,18 +282,17 @@ class RequestsInFlight:
             result = delta.result
         return _whole(sample, result)
 
-    def _served(self) -> tuple[WeightState, int, str]:
+    def _served(self) -> tuple[bool, int, str]:
         """Return a value that changes with the weights that are served, those of adapters included.
 
-        It differs from the moment at which an update begins: the backend serves the new weights before the update's
-        end is known here.
+        It differs from the moment at which an update may touch them: the backend serves the new weights before the
+        update's end is known here.
         """
         status = self.controller.status
-        return status.weights, status.updates, self.weights.version
+        is_known = status.weights is WeightState.CLEAN or self._drains_first
+        return is_known, status.updates, self.weights.version
 
-    def _labelled(
-        self, sample: Sample, result: GenerateResult, served: tuple[WeightState, int, str]
-    ) -> GenerateResult | None:
+    def _labelled(self, sample: Sample, result: GenerateResult, served: tuple[bool, int, str]) -> GenerateResult | None:
         """Return the result with its weight version; None if the prompt must be scored again.
 
         That is so if the weights are no longer those that were ``served`` when the sample entered, and the backend does
