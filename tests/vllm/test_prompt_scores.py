@@ -15,6 +15,7 @@ from drivetrain_vllm.in_engine import prompt_scores
 from drivetrain_vllm.translate import SCORES, SCORING
 
 PROMPT, VOCABULARY, OWN = [3, 1, 4, 1], 8, 2
+UPDATE = "_update_prompt_logprobs"
 
 
 class Tensors(NamedTuple):
@@ -53,17 +54,17 @@ class Processor:
     num_prompt_logprobs: int | None = OWN - 1
     prompt_logprobs: Any = None
 
-    def _update_prompt_logprobs(self, tensors: Tensors) -> None:
+    def keep(self, tensors: Tensors) -> None:
+        """Keep the prompt logprobs; vLLM's name is private."""
         self.prompt_logprobs = SimpleNamespace(came=tensors)
-
-    def update(self, tensors: Tensors) -> None:
-        self._update_prompt_logprobs(tensors)
 
 
 @pytest.fixture(autouse=True)
 def vllm(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     # Registering changes these classes.
-    found = SimpleNamespace(worker=type("Worker", (Worker,), {}), processor=type("Processor", (Processor,), {}))
+    found = SimpleNamespace(
+        worker=type("Worker", (Worker,), {}), processor=type("Processor", (Processor,), {UPDATE: Processor.keep})
+    )
     runner = type("Runner", (), {"_update_states": None, "_get_prompt_logprobs_dict": None})
     contents = {
         "vllm.v1.engine.logprobs": {"LogprobsProcessor": found.processor},
@@ -118,7 +119,7 @@ def test_scores_are_split_off_prompt_logprobs(vllm: SimpleNamespace) -> None:
     params = SimpleNamespace(extra_args={SCORING: Scoring(2, 1.0, 0, 0, b"")}, prompt_logprobs=OWN - 1)
     worker.add_request("a", 0, params)
     (found,) = step(worker).values()
-    processor.update(found)
+    getattr(processor, UPDATE)(found)
     assert processor.prompt_logprobs.came.logprobs.tolist() == [[-1.0] * OWN] * (len(PROMPT) - 1)
     _, scores = getattr(processor.prompt_logprobs, SCORES)
     assert scores.shape == (len(PROMPT) - 1, 1)
