@@ -27,7 +27,7 @@ ELSEWHERE = {
     "expert_parallel_size": f"{CASES}/parallel.py::experts_split_over_two_ranks",
     "gpu_memory_utilization": "tests/core/test_engine_adapters.py::test_a_share_of_a_gpu_is_refused_without_one",
     "isolation": f"{CASES}/faults.py::a_host_killed_while_it_starts",
-    "logprobs_mode": f"{CASES}/lifecycle.py::_check_logprobs_mode",
+    "logprobs_mode": f"{CASES}/lifecycle/starting_and_closing.py::_check_logprobs_mode",
     "max_loras": f"{CASES}/lora.py::no_more_adapters_than_the_limit",
     "pipeline_parallel_size": f"{CASES}/parallel.py::one_layer_after_another_on_two_ranks",
     "python": "tests/process/test_start.py::test_the_host_can_be_another_environments_python",

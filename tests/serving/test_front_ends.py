@@ -25,7 +25,7 @@ KEY, CONTROL = "a-key-for-requests", "a-key-for-control"
 CONTROLS = {"Authorization": f"Bearer {CONTROL}"}
 FOUR: dict[str, object] = {"prompt": [5, 6], "max_tokens": 4, "temperature": 0, "ignore_eos": True}
 LONG: dict[str, object] = {"prompt": [5, 6], "max_tokens": 900, "ignore_eos": True}
-CHAT: dict[str, object] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+CHAT: dict[str, object] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "ignore_eos": True}
 
 
 class Running:
@@ -167,7 +167,7 @@ async def test_an_adapter_is_known_in_every_process_while_it_is_loaded(
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_leaves_ends_its_request(shared: Running, engine: InferenceEngine, stream: bool) -> None:
-    chat = {**CHAT, "max_tokens": 900, "ignore_eos": True}
+    chat = {**CHAT, "max_tokens": 900}
     bodies = {
         "/v1/completions": LONG,
         **{f"/sessions/left-{number}/v1/chat/completions": chat for number in range(4)},

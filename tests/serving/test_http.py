@@ -120,6 +120,34 @@ async def test_a_body_without_a_length_is_bounded_too(server: Server) -> None:
     assert sent < 64 << 20, "it was read on"
 
 
+@pytest.mark.parametrize("announced", [True, False])
+async def test_a_client_that_sends_too_much_first_and_reads_then_is_answered(
+    engine: InferenceEngine, announced: bool
+) -> None:
+    """The body is larger than what sockets hold, so that a server that closes at once resets the connection."""
+    most, size = 8 << 20, 15 << 20
+    head = b"content-length: %d" % size if announced else b"transfer-encoding: chunked"
+    body = b" " * size if announced else b"%x\r\n" % size + b" " * size + b"\r\n0\r\n\r\n"
+    async with Server(engine, ServerConfig(port=0, max_body_bytes=most)) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rpartition(":")[2]))
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n")
+        writer.write(head + b"\r\n\r\n" + body)
+        async with asyncio.timeout(HANGING):
+            await writer.drain()
+            assert b" 413 " in await reader.readline()
+        writer.close()
+
+
+async def test_a_client_that_asks_before_it_sends_too_much_is_answered_at_once(engine: InferenceEngine) -> None:
+    async with Server(engine, ServerConfig(port=0, max_body_bytes=100)) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rpartition(":")[2]))
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n")
+        writer.write(b"expect: 100-continue\r\ncontent-length: 101\r\n\r\n")
+        async with asyncio.timeout(HANGING):
+            assert b" 413 " in await reader.readline()
+        writer.close()
+
+
 async def test_a_body_that_does_not_come_is_given_up(engine: InferenceEngine) -> None:
     async with Server(engine, ServerConfig(port=0, body_timeout=0.2)) as server:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rpartition(":")[2]))
