@@ -39,7 +39,7 @@ def _exact(numbers: Any, of: Any, to: Any, rounding: Any) -> Any:
     return values.view(torch.uint8).numpy().reshape(numbers.shape)
 
 
-interpreter._convert_float = _exact  # type: ignore[assignment]
+interpreter._convert_float = _exact
 
 
 def number(value: float) -> torch.Tensor:

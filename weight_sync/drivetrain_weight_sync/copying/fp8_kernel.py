@@ -1,4 +1,4 @@
-# pyright: reportMissingImports=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
+# pyright: reportMissingImports=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false, reportAttributeAccessIssue=false
 # mypy: ignore-errors
 """The Triton kernel of :mod:`drivetrain_weight_sync.copying.fp8_copies`; importing this needs Triton."""
 
