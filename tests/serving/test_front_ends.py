@@ -238,7 +238,7 @@ async def test_adapters_of_a_folder_take_turns_in_two_processes(model: Path, ada
             for _ in range(4):
                 assert text_of(await client.post("/v1/completions", json={**FOUR, "model": name})) == alone[name]
 
-        await asyncio.gather(*(ask(client, name) for client in running.each for name in alone))
+        await asyncio.gather(*(ask(client, name) for client in running.each for name in alone for _ in range(6)))
 
 
 async def test_an_engine_that_was_closed_is_still_answered_for(model: Path) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from drivetrain.attached.engine import AttachedEngine
-from drivetrain.errors import InvalidRequest
+from drivetrain.errors import EngineBusy, InvalidRequest
 from drivetrain.openai.engine_calls import Call
 from drivetrain.types.outputs import CompletionChunk, GenerationOutput
 from drivetrain_serving.config import ServerConfig
@@ -17,9 +18,6 @@ from drivetrain_serving.served_engine import EngineCall, ServedEngine
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
-
-_LOADS: Final = 5
-"""Times that an adapter is loaded for one request, if other requests take its place before the engine has this one."""
 
 
 class FrontEndEngine(ServedEngine):
@@ -39,24 +37,25 @@ class FrontEndEngine(ServedEngine):
         await self._owner.call("load_adapter", name)
 
     async def generate(self, call: EngineCall) -> GenerationOutput:
-        for _ in range(_LOADS):
+        until = self._until()
+        while True:
             try:
                 return await super().generate(call)
             except InvalidRequest as error:
-                await self._load_again(call, error)
-        return await super().generate(call)
+                await self._load_again(call, error, until)
 
     async def score_and_generate(self, token_ids: Sequence[int], at: NDArray[np.int64], call: Call) -> GenerationOutput:
-        for _ in range(_LOADS):
+        until = self._until()
+        while True:
             try:
                 return await super().score_and_generate(token_ids, at, call)
             except InvalidRequest as error:
-                await self._load_again(call, error)
-        return await super().score_and_generate(token_ids, at, call)
+                await self._load_again(call, error, until)
 
     async def generate_stream(self, call: EngineCall) -> AsyncGenerator[CompletionChunk, None]:
-        for loads in range(_LOADS + 1):
-            begun = False
+        until = self._until()
+        begun = False
+        while True:
             try:
                 async with aclosing(super().generate_stream(call)) as chunks:
                     async for chunk in chunks:
@@ -64,16 +63,26 @@ class FrontEndEngine(ServedEngine):
                         yield chunk
                 return
             except InvalidRequest as error:
-                if begun or loads == _LOADS:
+                if begun:
                     raise
-                await self._load_again(call, error)
+                await self._load_again(call, error, until)
 
-    async def _load_again(self, call: EngineCall, error: InvalidRequest) -> None:
+    def _until(self) -> float:
+        """Return the time up to which other requests may take the place of a request's adapter."""
+        return asyncio.get_running_loop().time() + self.engine.config.timeouts.control
+
+    async def _load_again(self, call: EngineCall, error: InvalidRequest, until: float) -> None:
         """Load the request's adapter if it was unloaded before the engine had the request.
 
         Raises:
             InvalidRequest: The engine has refused the request for another reason, or the adapter is gone.
+            EngineBusy: Other requests have taken the adapter's place again and again, for as long as a control call
+                may take.
         """
         if call.lora is None or error.field != "lora":
             raise error
+        if asyncio.get_running_loop().time() > until:
+            raise EngineBusy(
+                f"requests for other adapters took the place of {call.lora!r} again and again; raise max_loras"
+            ) from error
         await self._require_adapter(call.lora)
