@@ -232,7 +232,7 @@ def sends_seeds_as_doubles_once_retracted(request: GenerateRequest) -> GenerateR
     return None if request.seed is None else _as_a_double(request)
 
 
-@_retracted_mutant("histories/random_requests_are_honoured", says="has logprob")
+@_retracted_mutant("histories/random_requests_are_honoured", says="logprob")
 def rounds_temperatures_once_retracted(request: GenerateRequest) -> GenerateRequest | None:
     """The temperature of a retracted request that biases tokens is rounded to float16."""
     params = request.params
