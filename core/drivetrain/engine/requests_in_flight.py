@@ -270,8 +270,10 @@ class RequestsInFlight:
                 raise self._lost or error from None
             finally:
                 self._left(sample)
-            if (labelled := self._labelled(sample, whole, served)) is not None:
-                return labelled
+            if not is_unlabelled_score(sample, whole):
+                return whole
+            if served == self._served():  # else either version may have scored it, and it is scored again
+                return labelled_score(whole, self.weights.version)
         return aborted_before_start(sample)
 
     async def _run_watched(self, sample: Sample) -> GenerateResult:
@@ -291,16 +293,6 @@ class RequestsInFlight:
         status = self.controller.status
         is_known = status.weights is WeightState.CLEAN or self._drains_first
         return is_known, status.updates, self.weights.version
-
-    def _labelled(self, sample: Sample, result: GenerateResult, served: tuple[bool, int, str]) -> GenerateResult | None:
-        """Return the result with its weight version; None if the prompt must be scored again.
-
-        That is so if the weights are no longer those that were ``served`` when the sample entered, and the backend does
-        not say by which of them it scored the prompt.
-        """
-        if not is_unlabelled_score(sample, result):
-            return result
-        return labelled_score(result, self.weights.version) if served == self._served() else None
 
     def _for_backend(self, request: GenerateRequest) -> GenerateRequest:
         """Return the request with the backend's current name for its adapter."""
@@ -347,39 +339,26 @@ class RequestsInFlight:
                     yield step
 
     async def _steps(self, sample: Sample) -> AsyncGenerator[TokenDelta, None]:
-        """Yield the backend's steps of a sample that the gate has let through.
-
-        A prompt that must be scored again goes through the gate again.
-        """
-        again = True
-        while again:
-            again = False
-            self._enter(sample)
-            served = self._served()
-            counted = 0
-            try:
-                async with aclosing(self.backend.stream(self._for_backend(sample.request))) as deltas:
-                    async for delta in deltas:
-                        counted = self.counts.step(delta, counted)
-                        if delta.token_ids and delta.result is None:
-                            self.require_version(sample.request)
-                        if delta.result is not None:
-                            labelled = self._labelled(sample, delta.result, served)
-                            if labelled is None:
-                                again = True
-                                break
-                            delta = replace(delta, result=labelled)
-                        yield delta
-            except EngineDied as error:
-                self.controller.fail(str(error), died=True)
-                raise
-            except asyncio.CancelledError as error:
-                raise self._lost or error from None
-            finally:
-                self._left(sample)
-            if again and not await self._admitted(sample):
-                yield TokenDelta([], result=aborted_before_start(sample))
-                return
+        """Yield the backend's steps of a sample that the gate has let through."""
+        if sample.request.max_new_tokens == 0:  # a score: one step, which may have to be made again
+            yield TokenDelta([], result=await self._run_once(sample, match_text=False))
+            return
+        self._enter(sample)
+        counted = 0
+        try:
+            async with aclosing(self.backend.stream(self._for_backend(sample.request))) as deltas:
+                async for delta in deltas:
+                    counted = self.counts.step(delta, counted)
+                    if delta.token_ids and delta.result is None:
+                        self.require_version(sample.request)
+                    yield delta
+        except EngineDied as error:
+            self.controller.fail(str(error), died=True)
+            raise
+        except asyncio.CancelledError as error:
+            raise self._lost or error from None
+        finally:
+            self._left(sample)
 
     async def stream(self, sample: Sample) -> AsyncGenerator[CompletionChunk, None]:
         """Stream one sample; the chunks' ids and texts put together are exactly the completion's.
