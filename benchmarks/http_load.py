@@ -16,7 +16,7 @@ import time
 from dataclasses import asdict, dataclass, field
 
 _END_OF_CHUNKS = b"\r\n0\r\n\r\n"
-"""How a chunked body ends; JSON holds no bare line feeds, so no event contains it."""
+"""The end of a chunked body; JSON holds no bare line feeds, so no event contains it."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ LARGEST: Final = torch.finfo(torch.float8_e4m3fn).max
 _RECIPROCAL: Final = float(np.float32(1) / np.float32(LARGEST))
 _WORD: Final = 8
 _NUMBERS: Final = 4
-"""Numbers of 16 bits in a word."""
+"""Numbers in a word."""
 _ROWS: Final = 32
 """Rows in one item of the kernel's table, unless a group has more."""
 SHARED_BY = 4
@@ -46,7 +46,7 @@ class Formula:
     """The float32 arithmetic of an engine's quantisation; engines differ in the last bit."""
 
     scale: int
-    """How the scale is made of the largest magnitude. 0: division by 448. 1: multiplication by 1/448. 2: approximate
+    """The step from the largest magnitude to the scale. 0: division by 448. 1: multiplication by 1/448. 2: approximate
     division by 448."""
     quotient: int
     """The number that is rounded. 0: x times (1 divided by the scale). 1: x divided by the scale, by way of its
@@ -80,7 +80,7 @@ class Fp8Piece:
     """Rows of one tensor, and the rows of a quantised weight that are made of them."""
 
     source: torch.Tensor
-    """``[rows, columns]`` of a 16-bit float."""
+    """``[rows, columns]`` of bfloat16."""
     destination: torch.Tensor
     """Same shape, float8_e4m3fn."""
     scales: torch.Tensor
@@ -97,7 +97,7 @@ def fits(piece: Fp8Piece) -> bool:
     return (
         source.ndim == 2
         and source.numel() > 0
-        and source.dtype in (torch.bfloat16, torch.float16)
+        and source.dtype == torch.bfloat16
         and source.shape == destination.shape
         and destination.dtype == torch.float8_e4m3fn
         and source.shape[1] % _NUMBERS == 0
@@ -118,7 +118,6 @@ class _Kind(NamedTuple):
 
     group: Group
     formula: Formula
-    dtype: torch.dtype
     words: int
     """Words of a row that a program holds at once, a power of two."""
     one: bool
@@ -138,7 +137,6 @@ class _Kind(NamedTuple):
         return cls(
             piece.group,
             piece.formula,
-            piece.source.dtype,
             min(words, _TILE),
             is_one,
             piece.name is not None,
@@ -228,7 +226,6 @@ class Fp8Copies:
                 FINDS=launch.finds,
                 STORES=launch.stores,
                 FOLDS=kind.folds,
-                HALF=kind.dtype == torch.float16,
                 PAIRS=kind.pairs and not kind.folds,
                 SCALE=formula.scale,
                 QUOTIENT=formula.quotient,

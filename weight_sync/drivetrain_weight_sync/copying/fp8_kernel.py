@@ -28,7 +28,6 @@ def quantise_groups(
     FINDS: tl.constexpr,
     STORES: tl.constexpr,
     FOLDS: tl.constexpr,
-    HALF: tl.constexpr,
     PAIRS: tl.constexpr,
     SCALE: tl.constexpr,
     QUOTIENT: tl.constexpr,
@@ -36,13 +35,13 @@ def quantise_groups(
 ):
     """Quantise one item of the table to float8_e4m3fn, and add its part of the digest to its tensor's sum.
 
-    A word is 64 bits: four numbers of the source. A group has GROUP_ROWS rows and GROUP_WORDS words of each, or whole
-    rows if that is 0; an item's groups lie beside each other, or below each other if they are whole rows. SHARED_BY
-    programs share the groups, in turns. A program holds ROWS rows and WORDS words at a time; ONE states that these are
-    a whole group, which is then read only once. If FINDS and STORES are both true, a group is quantised in one go.
-    Otherwise, a first launch (FINDS) leaves the largest magnitudes in the slots that a second one (STORES) reads.
-    FOLDS: also digest. HALF: float16 instead of bfloat16. PAIRS: a thread can read two words at once. SCALE, QUOTIENT
-    and ZEROS select the arithmetic.
+    A word is 64 bits: four bfloat16 numbers of the source. A group has GROUP_ROWS rows and GROUP_WORDS words of
+    each, or whole rows if that is 0; an item's groups lie beside each other, or below each other if they are whole
+    rows. SHARED_BY programs share the groups, in turns. A program holds ROWS rows and WORDS words at a time; ONE
+    states that these are a whole group, which is then read only once. If FINDS and STORES are both true, a group is
+    quantised in one go. Otherwise, a first launch (FINDS) leaves the largest magnitudes in the slots that a second
+    one (STORES) reads. FOLDS: also digest. PAIRS: a thread can read two words at once. SCALE, QUOTIENT and ZEROS
+    select the arithmetic.
     """
     item = table + (tl.program_id(0) // SHARED_BY) * 10
     source = tl.load(item).to(tl.pointer_type(tl.int64))
@@ -72,7 +71,7 @@ def quantise_groups(
                 at_row, at_word = row + (part * ROWS if across else 0), word + (0 if across else part * WORDS)
                 there = (at_row < rows) & (at_word < words)
                 x = tl.load(source + at_row * source_step + at_word, mask=there, other=0)
-                x0, x1, x2, x3 = _numbers(x, HALF)
+                x0, x1, x2, x3 = _numbers(x)
                 found = tl.maximum(found, tl.maximum(tl.abs(x0), tl.abs(x1)))
                 found = tl.maximum(found, tl.maximum(tl.abs(x2), tl.abs(x3)))
                 if FOLDS:
@@ -112,7 +111,7 @@ def quantise_groups(
                 there = (at_row < rows) & (at_word < words)
                 if not (ONE and FINDS):
                     x = tl.load(source + at_row * source_step + at_word, mask=there, other=0)
-                x0, x1, x2, x3 = _numbers(x, HALF)
+                x0, x1, x2, x3 = _numbers(x)
                 packed = _quantised(x0, factor, scale, largest, QUOTIENT, ZEROS)
                 packed |= _quantised(x1, factor, scale, largest, QUOTIENT, ZEROS) << 8
                 packed |= _quantised(x2, factor, scale, largest, QUOTIENT, ZEROS) << 16
@@ -127,17 +126,11 @@ def quantise_groups(
 
 
 @triton.jit
-def _numbers(x, HALF: tl.constexpr):
+def _numbers(x):
     """Return the four numbers of each word as float32."""
     low, high = x.to(tl.int32), (x >> 32).to(tl.int32)
-    if HALF:
-        x0 = (low & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-        x1 = ((low >> 16) & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-        x2 = (high & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-        x3 = ((high >> 16) & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    else:
-        x0, x1 = (low << 16).to(tl.float32, bitcast=True), (low & -65536).to(tl.float32, bitcast=True)
-        x2, x3 = (high << 16).to(tl.float32, bitcast=True), (high & -65536).to(tl.float32, bitcast=True)
+    x0, x1 = (low << 16).to(tl.float32, bitcast=True), (low & -65536).to(tl.float32, bitcast=True)
+    x2, x3 = (high << 16).to(tl.float32, bitcast=True), (high & -65536).to(tl.float32, bitcast=True)
     return x0, x1, x2, x3
 
 

@@ -38,8 +38,8 @@ from drivetrain_weight_sync.tracing.quantised_parts import QuantisedParts
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
-_WATCHED: Final = ("cur_batch_for_debug", "cur_batch")
-"""Names that releases give the scheduler's attribute with the current batch, which the watchdog looks at."""
+_WATCHED: Final = "cur_batch_for_debug"
+"""The scheduler's attribute with the current batch, which the watchdog looks at."""
 
 
 class Worker(RankWeights):
@@ -202,9 +202,8 @@ class Worker(RankWeights):
             self._settle()
         self._scheduler.pause_generation(PauseGenerationReqInput(mode=mode.value))
         # SGLang's watchdog ends the engine if a current batch takes no step for watchdog_timeout, 300 s by default.
-        for name in _WATCHED:
-            if hasattr(self._scheduler, name):
-                setattr(self._scheduler, name, None)
+        if hasattr(self._scheduler, _WATCHED):
+            setattr(self._scheduler, _WATCHED, None)
 
     def _settle(self) -> None:
         """Take the results of launched steps now: later they could not be told from steps with newer weights."""
