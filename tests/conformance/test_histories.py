@@ -240,10 +240,15 @@ def any_step(*families: Family) -> st.SearchStrategy[tuple[Action, ...]]:
     return steps(frozenset(families), claimed, prompts=len(PROMPTS), weight_sets=2)
 
 
+def note_of(error: BaseException, beginning: str) -> str:
+    """The one note of `error` that begins so; hypothesis adds its own."""
+    (note,) = (note for note in error.__notes__ if note.startswith(beginning))
+    return note
+
+
 def run_script(error: BaseException, folder: Path, backend: str, path: str = "") -> subprocess.CompletedProcess[str]:
-    (note,) = (note for note in error.__notes__ if note.startswith("This script reproduces it:"))
     script = folder / "script.py"
-    script.write_text(note.partition("\n\n")[2])
+    script.write_text(note_of(error, "This script reproduces it:").partition("\n\n")[2])
     paths = os.pathsep.join(filter(None, [path, os.environ.get("PYTHONPATH")]))
     return subprocess.run(
         [sys.executable, str(script), backend, str(tiny_model("qwen2"))],
@@ -364,8 +369,8 @@ def test_a_difference_is_shrunk(models: Models) -> None:
         pytest.raises(EngineStateError, match="asleep") as caught,
     ):
         checker.check_random(any_step(Family.REQUESTS, Family.SLEEPS), examples=50, steps=8, seeded_by=0)
-    step, script = caught.value.__notes__
-    assert step.startswith("It failed at Generate(")
+    note_of(caught.value, "It failed at Generate(")
+    script = note_of(caught.value, "This script reproduces it:")
     actions = script.partition("ACTIONS = (\n")[2].partition("\n)")[0].splitlines()
     assert len(actions) <= 3, f"the history was not shrunk: {actions}"
 

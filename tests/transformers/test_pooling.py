@@ -1,4 +1,4 @@
-"""Embeddings and rewards: of several architectures and folders, beside updates, pauses, sleep and adapters."""
+"""Embeddings and rewards: of several architectures and folders, beside updates, pauses and sleep."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from drivetrain import (
 )
 from drivetrain.testing import tiny_model
 from engines import HANGING
-from tiny_adapters import save_adapters
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -139,7 +138,7 @@ async def test_a_language_model_is_no_reward_model() -> None:
         await create_engine("transformers", model=str(tiny_model("qwen2")), task="reward").start()
 
 
-# Beside updates, pauses, sleep and adapters --------------------------------------------------------------------------
+# Beside updates, pauses and sleep ------------------------------------------------------------------------------------
 
 
 def embedding_engine(**fields: object) -> InferenceEngine:
@@ -166,12 +165,4 @@ async def test_weights_that_are_asleep_embed_nothing() -> None:
             await engine.parts.backend.embed(SEQUENCES, None)
         await engine.wake_up()
         await engine.load_weights_from_disk(str(model), "again")
-        assert_near(await engine.encode(SEQUENCES), pooled(model, last))
-
-
-async def test_adapters_change_no_vector(tmp_path: Path) -> None:
-    model = tiny_model("qwen2")
-    adapters = save_adapters(model, tmp_path)
-    async with embedding_engine(enable_lora=True) as engine:
-        await engine.load_lora_adapter("one", str(adapters / "one"))
         assert_near(await engine.encode(SEQUENCES), pooled(model, last))
