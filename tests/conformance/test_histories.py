@@ -405,7 +405,7 @@ def test_a_fault_is_shown_by_its_script_on_the_backend_that_has_it_and_on_no_oth
     ("backend", "actions", "says"),
     [
         (NeverFreezes, (STREAM, Proceed(), Pause(PauseMode.IN_PLACE), *[Generate(1)] * 40), "a frozen request"),
-        (KeepsStaleCache, (LONG_REQUEST, Ask(), Update(1, PauseMode.RETRACT)), "which would have chosen"),
+        (KeepsStaleCache, (LONG_REQUEST, Ask(), Update(1, PauseMode.RETRACT)), "nats below the most likely one"),
     ],
 )
 def test_faults_are_found(models: Models, backend: type[Backend], actions: tuple[Action, ...], says: str) -> None:

@@ -491,7 +491,7 @@ async def _check_takes_the_best(
 def _assert_takes_the_best(bench: Bench, completion: Completion, params: SamplingParams) -> None:
     rows = steps(completion, bench.output_logits(completion), params, bench.tolerance())
     for at, (reference, token) in enumerate(zip(rows, completion.token_ids, strict=True)):
-        lag = (reference.scaled.max() - reference.scaled[token]) * (params.temperature or 1.0)
+        lag = reference.lag(token) * (params.temperature or 1.0)
         assert lag <= 2 * bench.tolerance(), (
             f"token {at} is {token}, {lag:.3g} below the best after penalties and bias, {reference.scaled.argmax()}"
         )
@@ -569,6 +569,7 @@ async def another_seed_draws_otherwise(bench: Bench) -> None:
     _assert_differ([sample for output in drawn for sample in _by_sample(output)])
     await _check_a_crowd_differs(bench, seed=7)
     await _check_every_bit_of_a_seed_counts(bench)
+    await _check_a_seed_counts_beside_each_field(bench)
     await _check_late_draws_differ(bench)
     await _check_streams_do_not_overlap(bench)
 
@@ -583,6 +584,37 @@ async def _check_every_bit_of_a_seed_counts(bench: Bench) -> None:
     ]
     samples = _ids(await bench.engine.generate([bench.prompt()] * len(params), params))
     _assert_differ([tuple(ids) for ids in samples if len(ids) == 16])
+
+
+async def _check_a_seed_counts_beside_each_field(bench: Bench) -> None:
+    """Check that low and high bits of a seed count in requests that set another field of sampling."""
+    ids = ordinary_ids(bench.engine)
+    beside: list[dict[str, object]] = [
+        {field: value}
+        for needed, field, value in (
+            (Capability.REPETITION_PENALTY, "repetition_penalty", 1.2),
+            (Capability.FREQUENCY_PENALTY, "frequency_penalty", 0.5),
+            (Capability.PRESENCE_PENALTY, "presence_penalty", 0.4),
+            (Capability.LOGIT_BIAS, "logit_bias", dict.fromkeys(ids[:8], 1.5)),
+            (Capability.LOGIT_PROCESSORS, "logit_processors", (DisallowedTokens(token_ids=tuple(ids[:8])),)),
+            (Capability.LOGIT_PROCESSORS, "logit_processors", (TemperatureSchedule(start=0.5, end=2.0, steps=8),)),
+            (Capability.TOP_K, "top_k", 64),
+            (Capability.TOP_P, "top_p", 0.9),
+            (Capability.MIN_P, "min_p", 0.01),
+            (Capability.MIN_NEW_TOKENS, "min_new_tokens", 4),
+            (Capability.PROMPT_LOGPROBS, "prompt_logprobs", 0),
+        )
+        if bench.claims(needed)
+    ]
+    fixed = {"max_new_tokens": 16, "temperature": FLAT, "ignore_eos": bench.claims(Capability.IGNORE_EOS)}
+    seed = bench.rng.getrandbits(_SEED_BITS)
+    seeds = [seed, *(seed ^ 1 << bit for bit in _BITS)]
+    params = [SamplingParams.model_validate({**fixed, **field, "seed": one}) for field in beside for one in seeds]
+    samples = iter(_ids(await bench.engine.generate([bench.prompt()] * len(params), params)))
+    for field in beside:
+        first, *others = [next(samples) for _ in seeds]
+        for other, sample in zip(seeds[1:], others, strict=True):
+            check_draws_differ(first, sample, f"with {field}, seeds {seed} and {other}")
 
 
 async def _check_late_draws_differ(bench: Bench) -> None:

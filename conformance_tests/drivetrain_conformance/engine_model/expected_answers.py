@@ -316,16 +316,9 @@ class Answers:
         # Penalties magnify errors of logits.
         allowed = self.tolerance * (4 if fields.style is Style.PENALISED else 1)
         for position in range(span.start, span.end):
-            chosen = step(rows[position], params, prompt, ids[:position], self.tolerance)
-            if fields.style is Style.SEEDED:
-                assert chosen.possibly[ids[position]], (
-                    f"token {position} of {len(ids)} is {ids[position]}, which version {span.version!r} cannot draw"
-                )
-                continue
-            short = float(chosen.scaled.max() - chosen.scaled[ids[position]])
-            assert short <= allowed, (
-                f"token {position} of {len(ids)} was made by version {span.version!r}, which would have chosen "
-                f"{int(chosen.scaled.argmax())} and not {ids[position]} ({short:.3g} nats less likely)"
+            of = f"token {position} of {len(ids)}, {ids[position]}, which version {span.version!r} made,"
+            step(rows[position], params, prompt, ids[:position], self.tolerance).check_drawn(
+                ids[position], params, allowed, of
             )
 
     def _check_scores(self, completion: Completion, versions: Sequence[str], fields: Fields) -> None:

@@ -289,13 +289,10 @@ def _check_against_oracle(
     known = params.structured_output is None
     for at, step in enumerate(steps(completion, rows, params, tolerance, _stop_ids(bench, params))):
         token = completion.token_ids[at]
-        if known and params.temperature == 0:
-            short = step.scaled.max() - step.scaled[token]
-            assert short <= slack, f"token {at} ({token}) is {short:.3g} nats below the most likely"
-        elif known:
-            assert step.possibly[token], f"token {at} ({token}) cannot be drawn by {params}"
-        if known and completion.sampling_mask is not None:
-            check_mask(completion.sampling_mask, at, step, token, params)
+        if known:
+            step.check_drawn(token, params, slack, f"token {at} ({token})")
+            if completion.sampling_mask is not None:
+                check_mask(completion.sampling_mask, at, step, token, params)
         mode = completion.logprobs_mode
         if completion.logprobs is None or mode is None or (mode is LogprobsMode.PROCESSED and not known):
             continue

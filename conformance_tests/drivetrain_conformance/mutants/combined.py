@@ -410,7 +410,7 @@ def takes_seeds_modulo_32_bits(request: GenerateRequest) -> GenerateRequest:
     return dataclasses.replace(request, seed=None if request.seed is None else request.seed % 2**32)
 
 
-@request_mutant("histories/random_requests_are_honoured", says="drew the same")
+@request_mutant("sampling/another_seed_draws_otherwise", says="draw alike")
 def takes_seeds_as_floats_of_the_penalised(request: GenerateRequest) -> GenerateRequest:
     """With a frequency penalty, the seed passes through a float64, which keeps 53 bits of it."""
     if request.seed is None or not request.params.frequency_penalty:

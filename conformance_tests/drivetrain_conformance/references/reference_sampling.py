@@ -59,6 +59,22 @@ class Step:
         """Logprobs of that distribution; minus infinity for tokens that cannot be drawn."""
         return log_softmax(np.where(self.kept, self.scaled, -np.inf))
 
+    def lag(self, token: int) -> float:
+        """Return how many nats less likely ``token`` is than the most likely one, before top-k, top-p and min-p."""
+        return float(self.scaled.max() - self.scaled[token])
+
+    def check_drawn(self, token: int, params: SamplingParams, slack: float, of: str) -> None:
+        """Raise unless ``token`` could be drawn, or when greedy, is the most likely one within ``slack`` nats.
+
+        ``of`` names the token in the error.
+        """
+        if params.temperature > 0:
+            assert self.possibly[token], f"{of} cannot be drawn by {params}"
+            return
+        assert self.lag(token) <= slack, (
+            f"{of} is {self.lag(token):.3g} nats below the most likely one, {int(self.scaled.argmax())}"
+        )
+
     def logprobs(self, mode: LogprobsMode) -> Logits:
         """Return the logprobs of all tokens in this mode."""
         match mode:

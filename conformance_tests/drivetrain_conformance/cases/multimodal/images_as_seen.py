@@ -115,7 +115,7 @@ async def images_are_tokens_to_penalties(bench: Bench) -> None:
     logits = output_logits(bench, completion, images)
     drawn_from = steps(completion, logits, params, media_tolerance(bench))
     for token, drawn in zip(completion.token_ids[: len(logits)], drawn_from, strict=True):
-        assert drawn.scaled[token] >= drawn.scaled.max() - media_tolerance(bench)
+        drawn.check_drawn(token, params, media_tolerance(bench), f"token {token}")
 
 
 @case(
