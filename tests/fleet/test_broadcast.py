@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal
 import time
 from collections.abc import AsyncIterator, Callable
@@ -23,6 +22,7 @@ from drivetrain import (
     UnsupportedCapability,
     attach,
 )
+from drivetrain_conformance.harness.time_limits import within
 from drivetrain_fleet import Health
 from drivetrain_weight_sync import WeightSync
 from drivetrain_weight_sync.transports import process_groups
@@ -102,7 +102,7 @@ async def test_an_engine_lost_in_a_broadcast_is_named_and_nothing_is_served_unti
 
         collectives.append(hit)
         async with WeightSync.connect(tensors, fleet, "broadcast", bucket_bytes=SMALL_BUCKETS) as sync:
-            async with asyncio.timeout(BOUND):
+            async with within(seconds=BOUND):
                 with pytest.raises(DrivetrainError, match="engine-1"):
                     await sync.push(version="never")
             assert fleet.state.value == "dirty"
@@ -174,7 +174,7 @@ async def test_an_engine_that_dies_while_the_group_forms_is_named(model: Path) -
         async with WeightSync.connect(await tensors_for(fleet), fleet, "broadcast") as sync:
             with spoiled(member) as calls:
                 calls.instead["init_weight_update_communicator"] = killed
-                async with asyncio.timeout(BOUND):
+                async with within(seconds=BOUND):
                     with pytest.raises(MemberLost, match="engine-1"):
                         await sync.push(version="one")
             await require_serves(fleet, "initial")

@@ -24,6 +24,7 @@ from drivetrain import (
     WeightUpdateRequest,
 )
 from drivetrain.types.weights import DiskSource
+from drivetrain_conformance.harness.time_limits import within
 from drivetrain_fleet import Health
 from drivetrain_weight_sync import WeightSync
 from fleets import BOUND, GREEDY, LONG, Fleet, Spoiled, kill_host, local, owned_elsewhere, spoiled, tensors_for, until
@@ -102,7 +103,7 @@ async def whole(fleet: Fleet, prompt: list[int]) -> list[Completion]:
 
 async def ended(tasks: list[asyncio.Task[list[Completion]]]) -> tuple[list[Completion], list[DrivetrainError]]:
     """Wait for all; every one must end in completions or a typed error, in bounded time."""
-    async with asyncio.timeout(BOUND):
+    async with within(seconds=BOUND):
         results = await asyncio.gather(*tasks, return_exceptions=True)
     errors = [one for one in results if isinstance(one, BaseException)]
     for error in errors:
@@ -241,7 +242,7 @@ async def test_a_fleet_whose_engines_are_all_dead_has_failed(model: Path) -> Non
         await until(lambda: fleet.begun("engine-0") == fleet.begun("engine-1") == 2)
         for engine in engines:
             kill_host(engine)
-        async with asyncio.timeout(BOUND):
+        async with within(seconds=BOUND):
             with pytest.raises((MemberLost, EngineDied)):
                 await task
         await until(lambda: fleet.state.value == "failed")
@@ -303,6 +304,6 @@ async def test_engines_serve_again_when_their_fleet_was_killed_within_an_update(
             for engine in (one, two):
                 async with WeightSync.connect(await tensors_for(engine), engine) as sync:
                     await sync.push(version="after")
-                async with asyncio.timeout(BOUND):
+                async with within(seconds=BOUND):
                     output = await engine.generate([[5]], GREEDY)
                 assert versions(output.completions) == {"after"}

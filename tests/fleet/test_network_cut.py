@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from drivetrain import Completion, DrivetrainError, InferenceEngine, MemberLost, SamplingParams, create_engine
+from drivetrain_conformance.harness.time_limits import within
 from drivetrain_fleet import Health
 from drivetrain_weight_sync import WeightSync
 from fleets import BOUND, GREEDY, Fleet, local, tensors_for, until, until_health
@@ -86,7 +87,7 @@ async def test_requests_end_and_the_engine_can_come_back(model: Path, kind: str)
         tasks = [asyncio.create_task((streamed if i % 2 else whole)(fleet, [i + 1, i + 2])) for i in range(12)]
         await until(lambda: fleet.begun("far") == 6)
         link.cut()
-        async with asyncio.timeout(BOUND):
+        async with within(seconds=BOUND):
             results = await asyncio.gather(*tasks, return_exceptions=True)
         lost = [one for one in results if isinstance(one, BaseException)]
         assert len(lost) == 6
@@ -124,17 +125,17 @@ async def test_a_push_commits_without_it_and_it_serves_nothing_between(model: Pa
 
         async with WeightSync.connect(await tensors_for(fleet), fleet) as sync:
             setattr(member.calls, call, cut_first)
-            async with asyncio.timeout(BOUND):
+            async with within(seconds=BOUND):
                 await sync.push(version="one")
             delattr(member.calls, call)
-        async with asyncio.timeout(BOUND):
+        async with within(seconds=BOUND):
             results = await asyncio.gather(*tasks, return_exceptions=True)
         assert all(isinstance(one, DrivetrainError) for one in results if isinstance(one, BaseException)), results
         assert versions([c for one in results if isinstance(one, list) for c in one]) <= {"initial", "one"}
         await until_health(fleet, "far", Health.FAILED)
         assert versions((await fleet.generate([[1], [2]], GREEDY)).completions) == {"one"}
         link.mend()
-        async with asyncio.timeout(BOUND):
+        async with within(seconds=BOUND):
             again = await remote(endpoint)
             async with again:
                 await until(lambda: again.state.value in ("ready", "dirty"))
@@ -151,7 +152,7 @@ async def test_a_cut_shorter_than_the_heartbeat_loses_nothing(model: Path, kind:
         link.cut()
         await asyncio.sleep(0.3)
         link.mend()
-        async with asyncio.timeout(BOUND):
+        async with within(seconds=BOUND):
             results = await asyncio.gather(*tasks)
         assert all(len(completion.token_ids) == TOKENS for one in results for completion in one)
         assert fleet.health() == ["ready", "ready"]

@@ -13,6 +13,7 @@ import pytest
 from drivetrain import DeadlineExceeded, InferenceEngine, WeightVersionGone, attach
 from drivetrain.backend.base import GenerateRequest, TokenDelta
 from drivetrain.process.shared_engine import SharedEngine
+from drivetrain_conformance.harness.time_limits import within
 from drivetrain_weight_sync import WeightSync
 from fleets import BOUND, GREEDY, Fleet, Spoiled, fleet_of, local, owned_elsewhere, spoiled, tensors_for, until
 
@@ -119,7 +120,7 @@ async def test_a_request_without_a_token_goes_to_the_engine_that_lags(model: Pat
         with spoiled(fleet.member("engine-1"), prepare_weight_update=BROKEN):
             await pushed(fleet, "one")
         go.set()
-        async with asyncio.timeout(BOUND):
+        async with within(seconds=BOUND):
             await task
         assert [one.samples for one in fleet.members] == [0, 0]
 

@@ -21,6 +21,7 @@ from drivetrain import (
 )
 from drivetrain.process.shared_engine import SharedEngine
 from drivetrain.types.weights import DiskSource
+from drivetrain_conformance.harness.time_limits import within
 from fleets import BOUND, Fleet, Spoiled, local
 
 CALLS = {
@@ -149,7 +150,7 @@ async def test_nothing_uncommitted_is_served_whatever_fails(model: Path, seed: i
                 await asyncio.sleep(history.rng.choice([0, 0.01, 0.1]))
             await history.recover()
             history.over = True
-            async with asyncio.timeout(BOUND):
+            async with within(seconds=BOUND):
                 await asyncio.gather(*requests)
             found = {span.version for completion in history.completions for span in completion.weight_versions}
             assert found <= history.committed, found - history.committed

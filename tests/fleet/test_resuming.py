@@ -18,6 +18,7 @@ from drivetrain.types.outputs import VersionSpan
 from drivetrain.types.prompts import PromptLike
 from drivetrain.types.sampling import ActionMask, LogprobsMode, RegexGrammar, TemperatureSchedule
 from drivetrain.types.sampling_mask import SamplingMask
+from drivetrain_conformance.harness.time_limits import within
 from drivetrain_fleet.members import Member
 from drivetrain_fleet.resuming import SoFar, not_resumable
 from drivetrain_weight_sync import WeightSync
@@ -58,7 +59,7 @@ async def test_greedy_answers_equal_those_of_an_unbroken_run(model: Path, call: 
         tasks = [asyncio.create_task(ask(fleet, prompt, PARAMS)) for prompt in PROMPTS]
         await until(lambda: sum(ticket.made > 20 for ticket in fleet.backend.sending.of(fleet.member("hosted"))) == 2)
         kill_host(hosted)
-        async with asyncio.timeout(BOUND):
+        async with within(seconds=BOUND):
             found = await asyncio.gather(*tasks)
         assert fleet.health() == ["failed", "ready"]
     for (completion, ids, text), unbroken in zip(found, expected, strict=True):
@@ -154,7 +155,7 @@ async def test_requests_are_answered_as_if_no_engine_was_lost(model: Path) -> No
             await fleet.add(successor)
             kill_host(engine)
             lost.set()
-        async with asyncio.timeout(BOUND):
+        async with within(seconds=BOUND):
             found = dict(zip(names, await asyncio.gather(*tasks), strict=True))
     for name, (completion, ids, text) in found.items():
         unbroken = expected[name]
@@ -185,7 +186,7 @@ async def test_a_request_that_needs_the_lost_state_is_named_by_field(
         tasks = [asyncio.create_task(fleet.generate([i + 1], params)) for i in range(2)]
         await until(lambda: fleet.begun("hosted") == 1)
         kill_host(hosted)
-        async with asyncio.timeout(BOUND):
+        async with within(seconds=BOUND):
             found = await asyncio.gather(*tasks, return_exceptions=True)
         (error,) = [one for one in found if isinstance(one, BaseException)]
         assert isinstance(error, MemberLost)
@@ -217,7 +218,7 @@ async def test_spans_tell_the_version_of_each_engine(model: Path) -> None:
         async with WeightSync.connect(tensors, fleet) as sync:
             member.calls.prepare_weight_update = lambda request: _killing(hosted, prepare(request))  # type: ignore[method-assign]
             await sync.push(version="one")
-        async with asyncio.timeout(BOUND):
+        async with within(seconds=BOUND):
             output = await task
     for completion in output.completions:
         spans = completion.weight_versions

@@ -16,6 +16,7 @@ import torch
 
 from drivetrain import DeadlineExceeded, InferenceEngine, SamplingParams, attach, create_engine
 from drivetrain.process.shared_engine import SharedEngine
+from drivetrain_conformance.harness.time_limits import within
 from drivetrain_fleet import Health, InferenceEngineClient, MemberReport
 from drivetrain_fleet.backend import FleetBackend
 from drivetrain_fleet.members import Member
@@ -144,7 +145,7 @@ def kill_host(engine: InferenceEngine, number: int = signal.SIGKILL) -> None:
 
 async def until(condition: Callable[[], bool]) -> None:
     """Wait until something holds."""
-    async with asyncio.timeout(BOUND):
+    async with within(seconds=BOUND):
         while True:
             if condition():
                 return

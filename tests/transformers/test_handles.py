@@ -39,6 +39,7 @@ from drivetrain.attached.connection import OwnerConnection
 from drivetrain.engine import listener
 from drivetrain.engine.holder_calls import Claims, HolderCalls
 from drivetrain.process.wire import from_host, read
+from drivetrain_conformance.harness.time_limits import within
 from drivetrain_weight_sync import WeightSync
 from engines import OpenEngine, tensors_for, until
 from warm_python import Program, running
@@ -316,7 +317,7 @@ async def test_what_a_holder_held_is_undone_when_it_is_gone(open_engine: OpenEng
 
 async def _pushed(sync: WeightSync) -> None:
     """Push as soon as the update of the holder that is gone was dropped."""
-    async with asyncio.timeout(BOUND):
+    async with within(seconds=BOUND):
         while True:
             try:
                 await sync.push(version="after")
@@ -348,7 +349,7 @@ async def test_an_owner_that_is_gone_fails_the_calls_of_its_holders(model: Path,
             task = asyncio.create_task(engine.generate([[1, 2], [3]], LONG))
             await until(lambda: engine.parts.in_flight.running == 2)
             os.kill(process.pid, kill)
-            async with asyncio.timeout(BOUND):
+            async with within(seconds=BOUND):
                 with pytest.raises(EngineDied):
                     await task
             await until(lambda: engine.state.value == "failed")
@@ -366,7 +367,7 @@ async def test_who_does_not_know_the_key_gets_nothing(open_engine: OpenEngine) -
         for junk in (b"GET / HTTP/1.1\r\n\r\n", (1 << 20).to_bytes(4, "little"), b"\xff" * 4, b"\0\0\0\0"):
             reader, writer = await asyncio.open_unix_connection(handle.path)
             writer.write(junk)
-            async with asyncio.timeout(BOUND):
+            async with within(seconds=BOUND):
                 answer = await reader.read()
             assert answer[:4] != b""
             read(from_host, memoryview(answer)[4 : 4 + int.from_bytes(answer[:4], "little")])  # a Hello, and no more

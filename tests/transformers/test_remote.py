@@ -30,6 +30,7 @@ from drivetrain import (
 )
 from drivetrain.attached.connection import OwnerConnection
 from drivetrain.text.tokenizer_files import load_tokenizer, read_tokenizer_files
+from drivetrain_conformance.harness.time_limits import within
 from drivetrain_weight_sync import WeightSync
 from engines import OpenEngine, owner_of, tensors_for, until
 from remote_hosts import Wire, host, printed
@@ -169,7 +170,7 @@ async def test_a_broken_connection_is_made_again(open_engine: OpenEngine) -> Non
             await until(lambda: bool(engine.parts.in_flight.running))
             await remote.pause_generation("in_place")
             wire.cut()
-            async with asyncio.timeout(BOUND):
+            async with within(seconds=BOUND):
                 with pytest.raises(ConnectionLost, match="may have taken effect"):
                     await generating
                 assert (await remote.stats()).running >= 0
@@ -188,7 +189,7 @@ async def test_reads_are_repeated_when_the_connection_breaks(open_engine: OpenEn
             asked = [asyncio.create_task(remote.stats()) for _ in range(20)]
             await asyncio.sleep(0)  # sent, and not answered yet
             wire.cut()
-            async with asyncio.timeout(BOUND):
+            async with within(seconds=BOUND):
                 assert len(await asyncio.gather(*asked)) == 20
         finally:
             await remote.teardown()
@@ -203,7 +204,7 @@ async def test_what_was_prepared_before_a_break_is_sent_again(open_engine: OpenE
                 transfer = await sync.start_weight_transfer(version="pushed")
                 await transfer.wait()
                 wire.cut()
-                async with asyncio.timeout(BOUND):
+                async with within(seconds=BOUND):
                     await remote.stats()
                     await transfer.finish()
             assert remote.get_weight_version() == "pushed"
@@ -219,7 +220,7 @@ async def test_no_connection_means_that_the_owner_is_gone(open_engine: OpenEngin
             await until(lambda: bool(engine.parts.in_flight.running))
             wire.cut_for_good = True
             wire.cut()
-            async with asyncio.timeout(BOUND):
+            async with within(seconds=BOUND):
                 with pytest.raises(EngineDied):
                     await generating
             assert remote.state.value == "failed"
@@ -234,7 +235,7 @@ async def test_a_handshake_that_is_dropped_is_tried_again(open_engine: OpenEngin
         try:
             wire.drop_handshakes = 2
             wire.cut()
-            async with asyncio.timeout(BOUND):
+            async with within(seconds=BOUND):
                 await remote.stats()
                 assert (await remote.generate([1, 2], GREEDY)).completions[0].token_ids
             assert wire.dropped == 2
@@ -252,7 +253,7 @@ async def test_handshakes_that_are_always_dropped_mean_that_the_owner_is_gone(op
             wire.drop_handshakes = sys.maxsize
             begun = asyncio.get_running_loop().time()
             wire.cut()
-            async with asyncio.timeout(BOUND):
+            async with within(seconds=BOUND):
                 with pytest.raises(EngineDied, match="call socket"):
                     await generating
             assert 1 < asyncio.get_running_loop().time() - begun < 10
@@ -268,7 +269,7 @@ async def test_another_engine_at_the_address_is_not_taken_for_the_first(open_eng
         try:
             wire.target = (await second.handle("127.0.0.1:0", key=KEY)).tcp[1]
             wire.cut()
-            async with asyncio.timeout(BOUND):
+            async with within(seconds=BOUND):
                 with pytest.raises(EngineDied, match="another engine"):
                     await remote.stats()
         finally:
@@ -297,7 +298,7 @@ async def test_a_host_serves_until_it_is_told_to_end(model: Path, isolation: str
             assert (await engine.generate([1, 2], GREEDY)).completions[0].token_ids
         async with await asyncio.to_thread(create_engine, "remote", endpoint=endpoint, key=key) as engine:
             process.send_signal(signal.SIGTERM)
-            async with asyncio.timeout(BOUND):
+            async with within(seconds=BOUND):
                 assert await process.wait() == 0
                 await until(lambda: engine.state.value == "failed")
 

@@ -31,6 +31,7 @@ from drivetrain.attached.connection import attach_message, connect
 from drivetrain.process.proof import new_nonce
 from drivetrain.process.tls import server_context
 from drivetrain.process.wire import Hello, frame, from_host, read
+from drivetrain_conformance.harness.time_limits import within
 from drivetrain_weight_sync import WeightSync
 from engines import OpenEngine, owner_of, tensors_for, until
 from remote_hosts import Wire, host, printed
@@ -169,7 +170,7 @@ async def test_a_beat_that_comes_with_the_attach_is_answered(
 async def _remote(handle: EngineHandle, **trust: str) -> None:
     """Use an engine through ``create_engine("remote")``."""
     fields = {"endpoint": handle.address, "key": KEY, **trust}
-    async with asyncio.timeout(BOUND), await asyncio.to_thread(create_engine, "remote", **fields) as remote:
+    async with within(seconds=BOUND), await asyncio.to_thread(create_engine, "remote", **fields) as remote:
         await remote.generate([1, 2], GREEDY)
 
 
@@ -218,7 +219,7 @@ async def test_only_one_side_speaks_tls(open_engine: OpenEngine, good: Files, mo
     async with open_engine() as engine:
         secure = await engine.handle("127.0.0.1:0", key=KEY, ssl_certfile=good.certfile, ssl_keyfile=good.keyfile)
         plain = await engine.handle("127.0.0.1:0", key=KEY)
-        async with asyncio.timeout(BOUND):
+        async with within(seconds=BOUND):
             with pytest.raises(TlsError, match=r"listens with TLS; use the tls://"):
                 await attach(EngineHandle(secure.address.replace("tls:", "tcp:"), KEY))
             with pytest.raises(TlsError, match=r"does not speak TLS; use tcp://"):
@@ -299,7 +300,7 @@ async def test_a_host_refuses_a_certificate_before_the_engine_starts(model: Path
 async def _hosted(model: Path, files: Files, key: str = KEY) -> AsyncIterator[tuple[int, str, Program]]:
     """Run ``drivetrain host`` over TLS; yields its port, its fingerprint and its process."""
     arguments = ["--model", str(model), "--listen", "127.0.0.1:0", "--ssl-certfile", files.certfile]
-    async with asyncio.timeout(BOUND), host(*arguments, "--ssl-keyfile", files.keyfile, key=KEY) as process:
+    async with within(seconds=BOUND), host(*arguments, "--ssl-keyfile", files.keyfile, key=KEY) as process:
         endpoint = await printed(process, "endpoint")
         assert endpoint.startswith("tls://127.0.0.1:")
         yield int(endpoint.rpartition(":")[2]), await printed(process, "fingerprint"), process
