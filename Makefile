@@ -88,7 +88,7 @@ SCHEMATHESIS ?= schemathesis==4.32.5
 SCHEMATHESIS_READY := .venvs/schemathesis/.ready-$(shell echo '$(SCHEMATHESIS)' | sha256sum | cut -c1-16)
 CASES ?= 5
 
-.PHONY: help setup demo serve-demo test test-unit test-slow test-sglang-server test-vllm-server test-vllm-routes test-sglang-routes test-gateway test-openapi test-status-page test-resume test-trainer-half test-trainers train-skyrl faults faults-fleet fuzz conformance conformance-all conformance-remote conformance-ray conformance-fleet conformance-quantised on-engines beside-engines parity parity-page mutants drawn-mutants mutants-of-engine matrix lint lint-mypy lint-pyright lint-contracts site docs bench clean test-skyrl-client test-openrlhf test-trl demo-trl test-trl-teacher test-verl demo-verl test-embeddings test-gyms show-trainers-layers
+.PHONY: help setup demo serve-demo test test-unit test-slow test-sglang-server test-vllm-server test-vllm-routes test-sglang-routes test-gateway test-openapi test-status-page test-resume test-trainer-half test-trainers train-skyrl faults faults-fleet faults-holders fuzz conformance conformance-all conformance-remote conformance-ray conformance-fleet conformance-quantised on-engines beside-engines parity parity-page mutants drawn-mutants mutants-of-engine matrix lint lint-mypy lint-pyright lint-contracts site docs bench clean test-skyrl-client test-openrlhf test-trl demo-trl test-trl-teacher test-verl demo-verl test-embeddings test-gyms show-trainers-layers
 .PHONY: environments environment-transformers environment-echo environment-trainer environment-trainers environment-sglang environment-sglang-server environment-vllm environment-vllm-server environment-openrlhf environment-trl environment-verl
 
 help: ## show this list
@@ -369,6 +369,9 @@ faults: environment-$(BACKEND) $(READY) ## kill and freeze processes during weig
 faults-fleet: environment-$(BACKEND) ## strike engines, holders and processes of a fleet of BACKEND at each moment, and write a table; half an hour
 	@PYTHONPATH=tests/helpers OMP_NUM_THREADS=1 $(ENVIRONMENT)/bin/python -W ignore tests/faults/on_a_fleet.py --backend $(BACKEND) \
 		--output build/faults/fleet-$(BACKEND).txt $(ARGS)
+
+faults-holders: environment-$(BACKEND) ## processes that share an engine of BACKEND use, update, leave and lose it at random for ten minutes
+	@$(ENGINE_ENV) OMP_NUM_THREADS=1 $(ENVIRONMENT)/bin/python -W ignore tests/faults/holders_of_an_engine.py --backend $(BACKEND) --lora $(ARGS)
 
 fuzz: environment-$(BACKEND) ## CALLS=10000 calls of BACKEND's engine page with junk, hosted, and on transformers inline too: typed or right
 	@$(ENGINE_ENV) HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(ENVIRONMENT)/bin/python -W ignore tests/fuzz/calls.py --backend $(BACKEND) --calls $(CALLS) \

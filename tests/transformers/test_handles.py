@@ -419,13 +419,24 @@ async def test_a_closed_engine_disconnects_its_holders_and_leaves_no_socket(open
     await until(lambda: own_threads() <= threads)
 
 
-async def test_holders_come_and_go_without_a_trace(open_engine: OpenEngine) -> None:
+async def test_only_a_handle_with_arguments_is_another_one(open_engine: OpenEngine) -> None:
     async with open_engine() as engine:
         handle = await engine.handle()
+        assert await engine.handle() == handle
+        other = await engine.handle("127.0.0.1:0")
+        assert (await engine.handle(key="k" * 20)).key == "k" * 20
+        for each in (await engine.handle(), other):
+            async with attached(each) as holder:
+                assert await holder.handle() == each
+        assert await engine.handle() == handle
+
+
+async def test_holders_come_and_go_without_a_trace(open_engine: OpenEngine) -> None:
+    async with open_engine() as engine:
 
         async def some(count: int) -> tuple[int, int]:
             for _ in range(count):
-                async with attached(handle) as other:
+                async with attached(await engine.handle()) as other:
                     await other.generate([1, 2], SamplingParams(max_new_tokens=1))
             await asyncio.sleep(0.6)
             return own_threads(), len(os.listdir("/proc/self/fd"))

@@ -22,17 +22,19 @@ from drivetrain import (
     GenerateResult,
     InferenceEngine,
     PauseMode,
+    WeightUpdateRequest,
     create_engine,
     hookimpl,
 )
 from drivetrain.backend.base import Backend, TokenDelta
 from drivetrain.backend.registry import register, unregister
 from drivetrain.testing import tiny_model
-from drivetrain.types.weights import ApplyUpdate, WeightReply
+from drivetrain.types.weights import ApplyUpdate, LoraSource, WeightReply
 from drivetrain_sampling.scores import score_rows
 from drivetrain_transformers.engine import TransformersBackend
 from drivetrain_transformers.model import LoadedModel
 from engines import HANGING, until, until_generating
+from tiny_adapters import save_adapters
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -136,6 +138,8 @@ class LateToCommit(TransformersBackend):
     asked: ClassVar[asyncio.Event]
     updated: ClassVar[asyncio.Event]
     scored: ClassVar[asyncio.Event]
+    times: ClassVar[int]
+    """How many times a prompt was scored."""
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         async with aclosing(self.stream(request)) as deltas:
@@ -152,6 +156,7 @@ class LateToCommit(TransformersBackend):
                     assert delta.result is not None
                     yield dataclasses.replace(delta, result=dataclasses.replace(delta.result, weight_versions=[]))
         finally:
+            LateToCommit.times += 1
             self.scored.set()
 
     async def apply_weights(self, update: ApplyUpdate) -> WeightReply:
@@ -169,6 +174,7 @@ def late_to_commit() -> Iterator[str]:
             return [LateToCommit]
 
     LateToCommit.asked, LateToCommit.updated, LateToCommit.scored = (asyncio.Event() for _ in range(3))
+    LateToCommit.times = 0
     plugin = Plugin()
     register(plugin)
     yield LateToCommit.name
@@ -198,6 +204,26 @@ async def test_scores_that_an_update_waits_for_are_of_the_old_weights(
         LateToCommit.updated.set()
         await updating
         assert (await asking).weight_version == "old"
+        assert LateToCommit.times == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_scores_of_the_base_are_made_once_beside_an_adapters_update(
+    late_to_commit: str, stream: bool, model: Path, tmp_path: Path
+) -> None:
+    """The update gives the engine another version and changes no weights of the base. So does a new name for them."""
+    source = LoraSource(path=str(save_adapters(model, tmp_path) / "one"), lora_name="one")
+    fields = {"isolation": "inline", "weight_version": "old", "enable_lora": True}
+    async with create_engine(late_to_commit, model=str(model), **fields) as engine:
+        asking = asyncio.create_task(score(engine, stream))
+        await LateToCommit.asked.wait()
+        await engine.update_named_weights(WeightUpdateRequest(version="adapted", source=source, mode=PauseMode.ABORT))
+        await engine.update_weight_version("renamed")
+        LateToCommit.updated.set()
+        found = await asking
+        assert LateToCommit.times == 1
+        assert found.weight_version == "old"
+        assert found.prompt_logprobs == (await score(engine, stream)).prompt_logprobs
 
 
 @pytest.mark.parametrize("stream", [False, True])

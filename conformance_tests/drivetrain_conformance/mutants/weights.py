@@ -36,6 +36,7 @@ from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain.types.outputs import FinishReason, VersionSpan
 from drivetrain.types.weights import (
     AbortUpdate,
+    ApplyUpdate,
     BeginUpdate,
     CommitUpdate,
     CommunicatorSpec,
@@ -253,6 +254,25 @@ class resets_prefixes_only_while_idle(KnowingRequests):
 @mutant("weight_sync/a_frozen_request_leaves_no_stale_prefix", says="tokens were found that older weights had cached")
 class keeps_prefixes_of_older_weights_while_requests_run(resets_prefixes_only_while_idle):
     """An update with requests in flight leaves prefixes that the older weights cached."""
+
+
+@mutant("weight_sync/a_frozen_request_leaves_no_stale_prefix", says="tokens were found that older weights had cached")
+class finds_prefixes_of_the_time_of_its_arrival(CorrectBackend):
+    """A request that waits in the engine through an update finds the prefixes that the older weights cached."""
+
+    applied = 0
+
+    async def apply_weights(self, update: ApplyUpdate) -> WeightReply:
+        reply = await super().apply_weights(update)
+        self.applied += 1
+        return reply
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        before = self.applied
+        result = await super().generate(request)
+        if self.applied == before or len(result.weight_versions) > 1:
+            return result
+        return dataclasses.replace(result, cached_tokens=len(request.prompt_token_ids) // 2)
 
 
 @mutant("weight_sync/a_tensor_of_zeros_is_reported", says="NaN is reported in (), infinity in ()")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import signal
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -12,6 +11,8 @@ from drivetrain.cli.output import progress
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.engine.states import EngineState
 from drivetrain.errors import EngineDied
+from drivetrain.process.garbage_collection import steady_garbage_collection
+from drivetrain.types.config import Isolation
 
 
 @asynccontextmanager
@@ -31,13 +32,10 @@ async def started(engine: InferenceEngine) -> AsyncGenerator[Callable[[], Awaita
         if told_to_end.is_set():
             yield None
             return
-        # As a host process does: a full collection would scan the objects of the start again and again.
-        gc.collect()
-        gc.freeze()
-        yield lambda: _unless(told_to_end, _failed(engine))
+        with steady_garbage_collection(holds_model=engine.isolation is Isolation.INLINE):
+            yield lambda: _unless(told_to_end, _failed(engine))
     finally:
         await engine.teardown()
-        gc.unfreeze()  # otherwise their objects are not released at exit, and C++ modules report leaks
 
 
 async def _unless(told_to_end: asyncio.Event, work: Coroutine[object, object, None]) -> None:

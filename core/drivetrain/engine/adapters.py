@@ -123,14 +123,15 @@ class Adapters:
     async def _without_users(self, request: WeightUpdateRequest, name: str) -> AsyncGenerator[None, None]:
         """Hold new requests, and abort or await the adapter's requests in flight, as the update's mode says."""
         before = self.controller.status
-        self.controller.move_to(before.begin_update())
-        try:
-            self._refuse_users(name, request.mode)  # they may have arrived meanwhile
-            if self.in_flight.running_with_lora(name):
-                await self.updates.quiesce(request.mode)
-            yield
-        finally:
-            self.controller.move_to(before)
+        with self.in_flight.weights_are_kept():
+            self.controller.move_to(before.begin_update())
+            try:
+                self._refuse_users(name, request.mode)  # they may have arrived meanwhile
+                if self.in_flight.running_with_lora(name):
+                    await self.updates.quiesce(request.mode)
+                yield
+            finally:
+                self.controller.move_to(before)
 
     def _serve(self, version: str, name: str, adapter: LoadedLora) -> None:
         self.loaded.put(name, adapter)

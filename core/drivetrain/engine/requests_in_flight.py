@@ -63,8 +63,8 @@ class RequestsInFlight:
         self._at_gate: dict[asyncio.Future[None], None] = {}
         """One future per sample that waits there, in order of arrival."""
         self._drained = asyncio.Event()
-        self._drains_first = False
-        """True while a change of state waits until the backend has no sample, and has not touched the weights."""
+        self._keeping_weights = 0
+        """How many changes of state are under way that leave the weights of every sample in the backend as they are."""
         self._known: dict[str, Samples] = {}
         self._like_samples: set[str] = set()
         """Known ids that could be the ids of another prompt's samples."""
@@ -114,11 +114,20 @@ class RequestsInFlight:
 
     async def drained_first(self) -> None:
         """Wait as :meth:`drained` does, for a change of state that does not touch the weights before."""
-        self._drains_first = True
-        try:
+        with self.weights_are_kept():
             await self.drained()
+
+    @contextmanager
+    def weights_are_kept(self) -> Generator[None, None, None]:
+        """Mark a change of state that leaves the weights of every sample in the backend as they are.
+
+        Such samples can be scored meanwhile, although the status says that weights are being updated.
+        """
+        self._keeping_weights += 1
+        try:
+            yield
         finally:
-            self._drains_first = False
+            self._keeping_weights -= 1
 
     @contextmanager
     def under_way(self, prompts: Sequence[Samples]) -> Generator[None, None, None]:
@@ -262,7 +271,7 @@ class RequestsInFlight:
             return await self._run_watched(sample)
         while await self._admitted(sample):
             self._enter(sample)
-            served = self._served()
+            served, version = self._served(), self.weights.version
             try:
                 whole = await self.backend.generate(self._for_backend(sample.request))
                 self.counts.step(TokenDelta([], result=whole))
@@ -273,7 +282,7 @@ class RequestsInFlight:
             if not is_unlabelled_score(sample, whole):
                 return whole
             if served == self._served():  # else either version may have scored it, and it is scored again
-                return labelled_score(whole, self.weights.version)
+                return labelled_score(whole, version)
         return aborted_before_start(sample)
 
     async def _run_watched(self, sample: Sample) -> GenerateResult:
@@ -284,15 +293,15 @@ class RequestsInFlight:
             result = delta.result
         return _whole(sample, result)
 
-    def _served(self) -> tuple[bool, int, str]:
-        """Return a value that changes with the weights that are served, those of adapters included.
+    def _served(self) -> tuple[bool, int]:
+        """Return a value that changes with the weights of the samples in the backend.
 
         It differs from the moment at which an update may touch them: the backend serves the new weights before the
-        update's end is known here.
+        update's end is known here. An adapter's update changes the weights of no sample that outlasts it, and neither
+        does another name for the weights.
         """
         status = self.controller.status
-        is_known = status.weights is WeightState.CLEAN or self._drains_first
-        return is_known, status.updates, self.weights.version
+        return status.weights is WeightState.CLEAN or self._keeping_weights > 0, status.updates
 
     def _for_backend(self, request: GenerateRequest) -> GenerateRequest:
         """Return the request with the backend's current name for its adapter."""

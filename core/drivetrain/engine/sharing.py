@@ -28,6 +28,8 @@ class Sharing:
         self.make_listener: Callable[[], Listener] | None = None
         """Set by the engine."""
         self._listener: Listener | None = None
+        self._plain: EngineHandle | None = None
+        """The handle that was made without arguments."""
 
     async def handle(
         self,
@@ -42,11 +44,17 @@ class Sharing:
         if self._listener is None:
             assert self.make_listener is not None
             self._listener = self.make_listener()
+        is_plain = listen is None and key is None and certfile is None and keyfile is None
+        if is_plain and self._plain is not None:
+            return self._plain
         key = new_key() if key is None else key
-        return await self._listener.listen(listen, key, announce, certfile, keyfile)
+        handle = await self._listener.listen(listen, key, announce, certfile, keyfile)
+        if is_plain:
+            self._plain = handle
+        return handle
 
     async def close(self) -> None:
         """Disconnect every holder and stop listening."""
-        listener, self._listener = self._listener, None
+        listener, self._listener, self._plain = self._listener, None, None
         if listener is not None:
             await listener.close()

@@ -113,7 +113,9 @@ class EngineStatus:
             if self.paused is not None:
                 return
             tags = ", ".join(f"MemoryTag.{tag.name}" for tag in sorted(self.asleep, key=lambda tag: tag.value))
-            raise self._refuse(action, f"wake it up first: 'await engine.wake_up([{tags}])'")
+            # An update under way is no reason to refuse a request; otherwise it would be the state that is named.
+            without = replace(self, weights=WeightState.CLEAN) if self.weights is WeightState.UPDATING else self
+            raise without._refuse(action, f"wake it up first: 'await engine.wake_up([{tags}])'")
         if self.weights is WeightState.DIRTY:
             raise self._refuse(action, "push a complete weight update; until one is committed nothing is served")
 

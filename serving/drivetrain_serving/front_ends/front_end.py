@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import socket
 import sys
@@ -16,6 +15,7 @@ from starlette.applications import Starlette
 from drivetrain.attached.engine import AttachedEngine, attach
 from drivetrain.engine.states import EngineState
 from drivetrain.errors import DrivetrainError
+from drivetrain.process.garbage_collection import steady_garbage_collection
 from drivetrain.types.handle import EngineHandle
 from drivetrain_serving.app import application
 from drivetrain_serving.config import ServerConfig
@@ -67,12 +67,11 @@ async def _run(settings: Settings, port: socket.socket, called: socket.socket, o
     public = AppOnSocket(PassesOn(app, places, settings.index, config), port, config.shutdown_timeout, shared=True)
     await private.start()
     await public.start()
-    gc.collect()
-    gc.freeze()
-    gone = asyncio.Event()
-    await answer(called, FRONT_END, FrontEnd(served, app, public), gone.set)
-    ends = [asyncio.ensure_future(gone.wait()), asyncio.ensure_future(_detached(engine, handle))]
-    (first, *_), _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    with steady_garbage_collection(holds_model=False):
+        gone = asyncio.Event()
+        await answer(called, FRONT_END, FrontEnd(served, app, public), gone.set)
+        ends = [asyncio.ensure_future(gone.wait()), asyncio.ensure_future(_detached(engine, handle))]
+        (first, *_), _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     for one in (public, private):
         await one.abort()
     await app.state.sessions.close()

@@ -87,7 +87,9 @@ class WorkerBackend(WorkerRequests[S]):
     An adapter implements the abstract methods. Its ``start`` calls :meth:`listen`, starts the engine and calls
     :meth:`connect`; :class:`~drivetrain_weight_sync.receiver.served_model.ServedModel` describes the model.
 
-    The worker's methods have the names of the ``Backend`` page. Others are ``prepare_weights`` and
+    The worker's methods have the names of the ``Backend`` page. Its ``reset_prefix_cache``, and an update that does not
+    keep the cache, also concern requests that are on their way to the engine or wait in it: see
+    :class:`~drivetrain_weight_sync.receiver.cache_epochs.CacheEpochs`. Others are ``prepare_weights`` and
     ``prepared_weights``, as a ``PrepareUpdate`` may take long, and ``stage_adapter`` and ``drop_adapter``. Engine
     releases that label no tokens with versions also need ``tokens_so_far``, which counts the tokens of unfinished
     requests, and ``apply_weights_counting``, which returns those counts as well.
@@ -169,8 +171,7 @@ class WorkerBackend(WorkerRequests[S]):
         await self.ask("wake_up", tags)
 
     async def reset_prefix_cache(self) -> None:
-        """Never reuse an earlier prefix again, and free those that no frozen request holds."""
-        self.renew_cache_key()
+        """Never reuse an earlier prefix again, and free them all if no request holds one."""
         await self.ask("reset_prefix_cache")
 
     # Weights -----------------------------------------------------------------------------------------------------
@@ -199,8 +200,6 @@ class WorkerBackend(WorkerRequests[S]):
 
     async def apply_weights(self, update: ApplyUpdate) -> WeightReply:
         """Take all steps of an update in one call, between two steps of the batch."""
-        if not update.keep_prefix_cache:
-            self.renew_cache_key()
         reply = await self._applied(update)
         self.version = update.version
         return reply

@@ -123,6 +123,7 @@ def _answer(scheduler: Any, payload: bytes) -> Reply | Failure:
 def _arrives(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
     worker = _worker(scheduler)
     worker.arrivals.note(request.rid)
+    request.extra_key = worker.cache_epochs.marked(request.extra_key)
     taken = original(scheduler, request)
     if worker.asleep and not worker.is_paused:
         # The engine fell asleep while the request was on its way; its caller is gone, and there is no memory to run it

@@ -28,6 +28,7 @@ from drivetrain_sglang.in_engine.expert_records import collect, layers_with_expe
 from drivetrain_sglang.in_engine.multimodal_hooks import forget_embeddings
 from drivetrain_sglang.in_engine.quantised_layers import quantised_layers
 from drivetrain_sglang.in_engine.request_cache import of_request
+from drivetrain_weight_sync.receiver.cache_epochs import CacheEpochs
 from drivetrain_weight_sync.receiver.checkpoint_manifest import checkpoint_of, eos_of_checkpoint
 from drivetrain_weight_sync.receiver.cpu_sleep import HostMemory
 from drivetrain_weight_sync.receiver.rank_weights import RankWeights
@@ -49,6 +50,7 @@ class Worker(RankWeights):
         super().__init__()
         self._scheduler = scheduler
         self.arrivals = Arrivals()
+        self.cache_epochs = CacheEpochs()
         self._is_tainted = False
         """True once a failed request may have left NaN in the cache, until no cache of that time is left."""
 
@@ -164,9 +166,13 @@ class Worker(RankWeights):
 
     def tokens_so_far(self, request_ids: list[str]) -> dict[str, int]:
         """Return token counts of unfinished requests; finished ones are left out."""
-        waiting = [*self._scheduler.waiting_queue, *self._scheduler.grammar_manager.grammar_queue]
-        live = {req.rid: len(req.output_ids) for req in (*self._in_batch(), *waiting) if not req.finished()}
+        found = [*self._in_batch(), *self._waiting()]
+        live = {req.rid: len(req.output_ids) for req in found if not req.finished()}
         return self.arrivals.tokens(request_ids, live)
+
+    def _waiting(self) -> list[Req]:
+        """Return the requests that hold no cache: new ones, those whose grammar is compiled, and retracted ones."""
+        return [*self._scheduler.waiting_queue, *self._scheduler.grammar_manager.grammar_queue]
 
     def _in_batch(self) -> set[Req]:
         scheduler = self._scheduler
@@ -311,8 +317,11 @@ class Worker(RankWeights):
         self.asleep -= tags
 
     def reset_prefix_cache(self) -> None:
-        """Free cached prefixes that no running request holds; the backend's next cache key excludes the rest."""
+        """Free the cached prefixes if no running request holds any; only running requests can match them any more."""
         forget_embeddings()
+        self.cache_epochs.renew()
+        for req in self._waiting():
+            req.extra_key = self.cache_epochs.marked_again(req.extra_key)
         flush = self._scheduler.flush_cache
         # Keep the memory if the release allows it: returning it to the GPU's driver takes milliseconds, and is sleep's
         # task.

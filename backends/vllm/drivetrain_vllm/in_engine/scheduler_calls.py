@@ -23,6 +23,7 @@ from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain.types.weights import ApplyUpdate, CommitUpdate, WeightMessage, WeightReply
 from drivetrain_vllm.in_engine import SOCKET_VARIABLE, failed_requests
 from drivetrain_vllm.in_engine.worker import OF_WORKERS
+from drivetrain_weight_sync.receiver.cache_epochs import CacheEpochs
 from drivetrain_weight_sync.receiver.request_arrivals import Arrivals
 
 CALL: Final = "drivetrain"
@@ -36,6 +37,7 @@ class Core:
     def __init__(self, core: Any) -> None:
         self._core = core
         self.arrivals = Arrivals()
+        self.cache_epochs = CacheEpochs()
         self.host: WorkerSocket | None = None
         """The host's socket, once calls are served from it."""
 
@@ -55,8 +57,28 @@ class Core:
         return self.arrivals.tokens(request_ids, live)
 
     def reset_prefix_cache(self) -> None:
-        """Free cached prefixes that no request holds; the backend's next cache key excludes the rest."""
-        self._core.scheduler.reset_prefix_cache()
+        """Free the cached prefixes if no request holds any; otherwise only running requests can match them any more."""
+        scheduler = self._core.scheduler
+        if scheduler.reset_prefix_cache():
+            return  # no prefix is left
+        self.cache_epochs.renew()
+        running = {request.request_id for request in scheduler.running}
+        for request in scheduler.requests.values():
+            if request.request_id not in running:
+                self._mark_again(request)
+
+    def arrived(self, request: Any) -> None:
+        """Take note of a request, which a reset may have overtaken."""
+        self.arrivals.note(_given(request.request_id))
+        if not self.cache_epochs.is_current(request.cache_salt):
+            self._mark_again(request)
+
+    def _mark_again(self, request: Any) -> None:
+        """Let a request that holds no cache match no prefix from before the newest reset."""
+        request.cache_salt = self.cache_epochs.marked_again(request.cache_salt)
+        request.block_hashes.clear()
+        if self._core.request_block_hasher is not None:
+            request.block_hashes.extend(self._core.request_block_hasher(request))
 
     def sleep(self, tags: frozenset[MemoryTag]) -> None:
         """Give memory back."""
@@ -214,6 +236,7 @@ def register() -> None:
 
     run: Callable[[Any], None] = EngineCoreProc.run_busy_loop
     handle: Callable[[Any, Any, Any], None] = EngineCoreProc._handle_client_request
+    preprocess: Callable[[Any, Any], Any] = EngineCoreProc.preprocess_add_request
 
     def run_busy_loop(core: Any) -> None:
         _of(core).host = host = WorkerSocket(os.environ[SOCKET_VARIABLE])
@@ -227,11 +250,16 @@ def register() -> None:
             _serve(core, host, request)
             return
         if kind == EngineCoreRequestType.ADD:
-            _of(core).arrivals.note(_given(request[0].request_id))
+            _of(core).arrived(request[0])
         handle(core, kind, request)
+
+    def preprocess_add_request(core: Any, request: Any) -> Any:
+        request.cache_salt = _of(core).cache_epochs.marked(request.cache_salt)  # before the prompt's blocks are hashed
+        return preprocess(core, request)
 
     EngineCoreProc.run_busy_loop = run_busy_loop
     EngineCoreProc._handle_client_request = handle_client_request
+    EngineCoreProc.preprocess_add_request = preprocess_add_request
     # Newer releases omit an image's pixels if a cached prefix covers it, and crash when the request is retracted or
     # preempted and the image must be encoded again.
     if hasattr(output, "strip_covered_mm_data"):

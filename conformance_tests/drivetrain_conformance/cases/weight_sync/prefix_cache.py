@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Final
 
 from drivetrain.types.capability import Capability
@@ -11,8 +12,13 @@ from drivetrain_conformance.assertions.weight_checks import check_made_by
 from drivetrain_conformance.assets.weight_sources import from_disk
 from drivetrain_conformance.cases.weight_sync.checks import NEW, TOKENS, one
 from drivetrain_conformance.harness.case import case
-from drivetrain_conformance.harness.testbench import Bench, TooLate, until_idle
+from drivetrain_conformance.harness.testbench import Bench, TooLate, end_requests, until_idle
+from drivetrain_conformance.harness.time_limits import result_of, within
 
+_AT_ONCE: Final = 2
+"""Requests that the engine runs at once."""
+_WAITING: Final = 3
+"""Requests that are to wait: more than an engine that runs nothing, the other one of a fleet, takes up."""
 LONG_PROMPT: Final = 320
 """In tokens; caches find prefixes in whole blocks, of up to 128 tokens."""
 
@@ -51,17 +57,19 @@ async def a_prefix_of_older_weights_is_kept_by_name(bench: Bench) -> None:
     Capability.PREFIX_CACHE,
     Capability.WEIGHT_UPDATE_IN_FLIGHT_IN_PLACE,
     Capability.PAUSE_IN_PLACE,
+    config={"max_num_seqs": _AT_ONCE},
     changes_weights=True,
 )
 async def a_frozen_request_leaves_no_stale_prefix(bench: Bench) -> None:
     """The old cache of a request frozen in place through an update is not used by later requests.
 
-    Nor is it if the request is aborted after the update.
+    Nor is it if the request is aborted after the update, nor by requests that waited in the engine through the update.
     """
     for aborted in (False, True) if bench.claims(Capability.ABORT) else (False,):
         first, second = await _prefix_of_a_request_in_flight(bench, PauseMode.IN_PLACE, aborted=aborted)
         assert first.cached_tokens == 0, f"{first.cached_tokens} tokens were found that older weights had cached"
         check_made_by(bench, [first, second], bench.other_weights())
+    await _waits_for_frozen_requests(bench)
 
 
 @case(
@@ -107,3 +115,29 @@ async def _prefix_of_a_request_in_flight(
     assert again.cached_tokens == 0, f"{again.cached_tokens} tokens were found that older weights had cached"
     check_made_by(bench, [again], bench.other_weights())
     return await one(bench, prompt), await one(bench, prompt)
+
+
+async def _waits_for_frozen_requests(bench: Bench) -> None:
+    """Update while requests are frozen in place, and others with their prompt wait in the engine for their end."""
+    engine, prompt = bench.engine, bench.prompt(LONG_PROMPT)
+    await engine.load_weights_from_disk(str(bench.model), "before")
+    params = bench.long(TOKENS, prompt_length=LONG_PROMPT)
+    async with bench.in_flight([prompt] * _AT_ONCE, params, tokens=0) as running:
+        waiting = asyncio.create_task(engine.generate([prompt] * _WAITING, {"max_new_tokens": 8, "temperature": 0}))
+        try:
+            async with within("a request to wait in the engine"):
+                while (await engine.stats()).waiting == 0:
+                    if running.done():
+                        raise TooLate("the requests that run ended before another one waited")
+                    await asyncio.sleep(0.002)
+            await engine.load_weights_from_disk(str(bench.other_weights()), NEW, mode=PauseMode.IN_PLACE)
+            if running.done():
+                raise TooLate("the requests ended before the update, so this shows nothing")
+            output = await result_of(waiting)
+        finally:
+            await end_requests(engine, waiting)
+    found = [completion for completion in output.completions if completion.weight_version == NEW]
+    assert found, "no request waited through the update"
+    fewest = min(completion.cached_tokens for completion in found)
+    assert fewest == 0, f"{fewest} tokens were found that older weights had cached"
+    check_made_by(bench, found, bench.other_weights())

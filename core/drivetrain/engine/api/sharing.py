@@ -20,7 +20,9 @@ class SharingCalls(Page):
         ssl_certfile: str | None = None,
         ssl_keyfile: str | None = None,
     ) -> EngineHandle:
-        """Listen for other processes; return the handle by which one of them can ``attach``.
+        """Listen for other processes; return the handle by which they can ``attach``.
+
+        Without arguments, each call returns the same handle. A call with arguments listens anew.
 
         An engine keeps its owner, this process: when it ends or calls ``teardown``, the engine ends for every holder.
         When a holder ends or freezes, its requests are aborted, its prepared weight update is dropped, and its pause is
