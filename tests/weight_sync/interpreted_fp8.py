@@ -19,7 +19,7 @@ from drivetrain.types.weights import TensorSpec, WeightManifest
 from drivetrain_weight_sync import Receiver
 from drivetrain_weight_sync.copying import fp8_copies
 from drivetrain_weight_sync.copying.digest import digest
-from drivetrain_weight_sync.copying.fp8_copies import PER_TENSOR, Formula, Fp8Copies, Fp8Piece
+from drivetrain_weight_sync.copying.fp8_copies import PER_TENSOR, Division, Formula, Fp8Copies, Fp8Piece
 from drivetrain_weight_sync.tensors.block_quantisation import quantise_blocks
 from drivetrain_weight_sync.tracing import conversion
 from drivetrain_weight_sync.tracing.quantised_parts import LayerForm, QuantisedParts
@@ -172,7 +172,7 @@ def main() -> None:
     tensors = {name: (3 * torch.randn(3, 4100)).to(torch.bfloat16) for name in ("one", "other")}
     into = [torch.empty(3, 4100, dtype=FP8) for _ in tensors]
     scale = torch.empty(())
-    formula = Formula(0, 0, 0.0, 0.0, True)
+    formula = Formula(Division.EXACT, Division.BY_INVERSE)
     pieces = [
         Fp8Piece(tensor, own, scale, PER_TENSOR, formula, name)
         for (name, tensor), own in zip(tensors.items(), into, strict=True)

@@ -7,8 +7,10 @@ Each number is read once, or twice if a whole tensor shares its scale, and the d
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -41,37 +43,56 @@ PER_TENSOR: Final = Group(None, None)
 PER_ROW: Final = Group(1, None)
 
 
+class Division(Enum):
+    """A division in an engine's float32 arithmetic."""
+
+    EXACT = 0
+    """Rounded to nearest."""
+    APPROXIMATE = 1
+    """As Triton's ``/`` divides; off by up to two units in the last place."""
+    BY_INVERSE = 2
+    """Multiplication by the inverse, which was rounded to nearest."""
+    BY_APPROXIMATE_INVERSE = 3
+
+
 @dataclass(frozen=True, slots=True)
 class Formula:
     """The float32 arithmetic of an engine's quantisation; engines differ in the last bit."""
 
-    scale: int
-    """The step from the largest magnitude to the scale. 0: division by 448. 1: multiplication by 1/448. 2: approximate
-    division by 448."""
-    quotient: int
-    """The number that is rounded. 0: x times (1 divided by the scale). 1: x divided by the scale, by way of its
-    reciprocal. 2 and 3: the same two with an approximate division. 4: as 1, but by a division, which takes more time.
-    """
-    least: float
+    scale: Division
+    """Divides the largest magnitude by 448 and gives the scale."""
+    quotient: Division
+    """Divides a number by the scale and gives the number that is rounded to fp8."""
+    least: float = 0.0
     """Smallest number that counts as the largest magnitude."""
-    least_scale: float
-    zeros: bool
-    """True if numbers whose scale is 0 become 0."""
+    least_scale: float = 0.0
+    keeps_zeros: bool = True
+    """True if numbers whose scale is 0 become 0, False if they become NaN."""
 
 
 _LEAST_SCALE: Final = 1 / (LARGEST * 512)
+_EXACTLY: Final = Division.EXACT, Division.BY_INVERSE
+_APPROXIMATELY: Final = Division.APPROXIMATE, Division.BY_APPROXIMATE_INVERSE
 _OF_BLOCKS: Final = tuple(
-    Formula(*arithmetic, 1e-4, 0.0, True) for arithmetic in ((0, 0), (2, 2), (1, 2), (1, 0), (0, 2))
+    Formula(*divisions, least=1e-4)
+    for divisions in (
+        _EXACTLY,
+        _APPROXIMATELY,
+        (Division.BY_INVERSE, Division.BY_APPROXIMATE_INVERSE),
+        (Division.BY_INVERSE, Division.BY_INVERSE),
+        (Division.EXACT, Division.BY_APPROXIMATE_INVERSE),
+    )
 )
 _OF_OTHERS: Final = (
-    *(Formula(*arithmetic, 0.0, 0.0, zeros) for arithmetic in ((0, 0), (2, 2)) for zeros in (True, False)),
-    *(Formula(*arithmetic, 0.0, _LEAST_SCALE, True) for arithmetic in ((0, 1), (0, 4))),
-    *(Formula(*arithmetic, 1e-10, 0.0, True) for arithmetic in ((0, 0), (2, 2), (2, 3))),
+    *(Formula(*divisions, keeps_zeros=keeps) for divisions in (_EXACTLY, _APPROXIMATELY) for keeps in (True, False)),
+    *(Formula(*divisions, least=1e-10) for divisions in (_EXACTLY, _APPROXIMATELY)),
+    Formula(Division.EXACT, Division.EXACT, least_scale=_LEAST_SCALE),
+    Formula(Division.APPROXIMATE, Division.APPROXIMATE, least=1e-10),
 )
 
 
 def formulas(group: Group) -> Sequence[Formula]:
-    """Return the formulas that engines take for a group, the most frequent first; each takes time to compile."""
+    """Return the formulas that engines take for a group; those that share a compiled kernel follow each other."""
     return _OF_OTHERS if group.columns is None else _OF_BLOCKS
 
 
@@ -209,6 +230,7 @@ class Fp8Copies:
         for launch in self._launches:
             kind, formula, group = launch.kind, launch.kind.formula, launch.kind.group
             rows = 1 if group.columns is None else group.rows or 1
+            is_product = formula.quotient in (Division.BY_INVERSE, Division.BY_APPROXIMATE_INVERSE)
             quantise_groups[(len(launch.table) * SHARED_BY,)](
                 launch.table,
                 *self._weights,
@@ -217,6 +239,9 @@ class Fp8Copies:
                 _RECIPROCAL,
                 formula.least,
                 formula.least_scale,
+                0.0 if formula.keeps_zeros else math.inf,
+                formula.scale.value,
+                formula.quotient.value,
                 GROUP_ROWS=rows,
                 GROUP_WORDS=(group.columns or 0) // _NUMBERS,
                 ROWS=min(rows, max(_TILE // kind.words, 1)),
@@ -227,9 +252,7 @@ class Fp8Copies:
                 STORES=launch.stores,
                 FOLDS=kind.folds,
                 PAIRS=kind.pairs and not kind.folds,
-                SCALE=formula.scale,
-                QUOTIENT=formula.quotient,
-                ZEROS=formula.zeros,
+                DIVIDES=(Division.BY_INVERSE if is_product else formula.quotient).value,
                 num_warps=4 if group.columns is None else 8,
             )
 
