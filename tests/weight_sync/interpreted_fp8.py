@@ -22,7 +22,8 @@ from drivetrain.types.weights import TensorSpec, WeightManifest
 from drivetrain_weight_sync import Receiver
 from drivetrain_weight_sync.copying import fp8_copies, fp8_kernel
 from drivetrain_weight_sync.copying.digest import digest
-from drivetrain_weight_sync.copying.fp8_copies import PER_TENSOR, Division, Formula, Fp8Copies, Fp8Piece
+from drivetrain_weight_sync.copying.fp8_copies import Fp8Copies, Fp8Piece
+from drivetrain_weight_sync.copying.fp8_formulas import PER_TENSOR, Division, Formula
 from drivetrain_weight_sync.copying.fp8_kernel import quantise_groups
 from drivetrain_weight_sync.receiver.cpu_sleep import HostMemory
 from drivetrain_weight_sync.tensors.block_quantisation import quantise_blocks
@@ -111,7 +112,8 @@ class Engine:
         begins = {"q": (0, self.rows), "k": (self.rows, self.rows + 2)}
         for name, tensor in weights:
             if name in begins:
-                self.fused.weight.data[slice(*begins[name])].copy_(tensor)
+                begin, end = begins[name]
+                self.fused.weight.data[begin:end].copy_(tensor[: end - begin])
             elif name == "bias":
                 self.fused.bias.data.copy_(tensor)
             else:
@@ -120,10 +122,10 @@ class Engine:
                 (into[: self.rows] if kind == "gate" else into[self.rows :]).copy_(tensor)
 
 
-def manifest(rows: int, columns: int) -> WeightManifest:
+def manifest(rows: int, columns: int, of_others: int) -> WeightManifest:
     return WeightManifest(
         (
-            TensorSpec("q", "bfloat16", (rows, columns)),
+            TensorSpec("q", "bfloat16", (rows + of_others, columns)),
             TensorSpec("k", "bfloat16", (2, columns)),
             TensorSpec("bias", "bfloat16", (rows + 2,)),
             *(TensorSpec(f"gate.{expert}", "bfloat16", (rows, columns)) for expert in range(2)),
@@ -152,7 +154,7 @@ class Target(TracedTarget):
     """Notes what was done before each update, and that no trial changed a parameter."""
 
     def __init__(self, engine: Engine, manifest: WeightManifest, kernel: Kernel) -> None:
-        super().__init__(engine.load_weights, manifest, converted=engine.parts, at_once=True)
+        super().__init__(engine.load_weights, manifest, split=True, converted=engine.parts, at_once=True)
         self.engine, self.kernel = engine, kernel
         self.steps = 0
 
@@ -179,9 +181,11 @@ def try_engine(
     known: bool = True,
     memory_from_push: int = 0,
     rows: int = 2,
-    columns: int = 640,
+    columns: int = 2560,
+    of_others: int = 0,
 ) -> None:
-    engine, held_by_trainer = Engine(quantise, of_experts, rows, columns), manifest(rows, columns)
+    """Push four times, with a sleep before the last; other ranks hold the last rows of q."""
+    engine, held_by_trainer = Engine(quantise, of_experts, rows, columns), manifest(rows, columns, of_others)
     kernel = fp8_kernel.quantise_groups = Kernel(quantise_groups)
     target = Target(engine, held_by_trainer, kernel)
     receiver = Receiver(target)
@@ -211,7 +215,7 @@ def try_engine(
         if push > memory_from_push:
             assert target.conversions_before == tried, "what was found is kept"
         tried = engine.conversions
-        fused = quantise(torch.cat([pushed[name] for name in "qk"]))
+        fused = quantise(torch.cat([pushed["q"][:rows], pushed["k"]]))
         experts = of_experts(
             torch.stack([torch.cat([pushed[f"gate.{expert}"], pushed[f"up.{expert}"]]) for expert in range(2)])
         )
@@ -232,10 +236,10 @@ def main() -> None:
     fp8_copies.SHARED_BY = 1
     InProcessReader.place = property(lambda _: "here")  # type: ignore[method-assign,assignment]
     with mock.patch.object(traced_target, "reaches", return_value=True):
-        try_engine(transposed(by_rows), by_tensors)
+        try_engine(transposed(by_rows), by_tensors, of_others=1)
         try_engine(quantise_blocks, quantise_blocks, rows=128, columns=128)
         try_engine(by_biased_tensors, by_biased_tensors, known=False)
-        try_engine(by_rows, by_tensors, memory_from_push=2)
+        try_engine(quantise_blocks, quantise_blocks, memory_from_push=2, rows=128, columns=128)
     tensors = {name: (3 * torch.randn(3, 4100)).to(torch.bfloat16) for name in ("one", "other")}
     into = [torch.empty(3, 4100, dtype=FP8) for _ in tensors]
     scale = torch.empty(())

@@ -7,7 +7,7 @@
 import triton
 import triton.language as tl
 
-from drivetrain_weight_sync.copying.fp8_copies import Division
+from drivetrain_weight_sync.copying.fp8_formulas import Division
 
 EXACT = tl.constexpr(Division.EXACT.value)
 APPROXIMATE = tl.constexpr(Division.APPROXIMATE.value)

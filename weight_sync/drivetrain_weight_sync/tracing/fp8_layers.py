@@ -21,16 +21,8 @@ from torch import nn
 
 from drivetrain.errors import WeightSyncError
 from drivetrain_weight_sync.copying.device_copies import DeviceCopy
-from drivetrain_weight_sync.copying.fp8_copies import (
-    PER_ROW,
-    PER_TENSOR,
-    Formula,
-    Fp8Copies,
-    Fp8Piece,
-    Group,
-    fits,
-    formulas,
-)
+from drivetrain_weight_sync.copying.fp8_copies import Fp8Copies, Fp8Piece, fits
+from drivetrain_weight_sync.copying.fp8_formulas import PER_ROW, PER_TENSOR, Formula, Group, formulas
 from drivetrain_weight_sync.tensors.storages import storage_of
 from drivetrain_weight_sync.tracing.loader_trace import Copy
 from drivetrain_weight_sync.tracing.quantised_parts import QuantisedParts, Replaced, Trial, device_of
