@@ -6,9 +6,9 @@
 For each architecture two tiny models are made with random weights in bfloat16: a base and a changed one. One engine is
 started from each. The base's engine then takes the changed policy, a module of transformers, through shared memory,
 must answer as the changed model's engine does, and takes the base's weights back through CUDA IPC, then the changed
-ones, five times over one connection. Answers are greedy tokens, their logprobs and the prompts' logprobs, asked for one
-request at a time; a model of vision is also asked about an image. One line of JSON is printed for each architecture and
-step:
+ones over a new connection twice, and over another one five times. Answers are greedy tokens, their logprobs and the
+prompts' logprobs, asked for one request at a time; a model of vision is also asked about an image. One line of JSON is
+printed for each architecture and step:
 
 - equal: the answers are those of the engine that was loaded afresh; ``gap`` is the largest difference in nats.
 - refused: the engine took nothing, and ``reason`` is its typed error.
@@ -46,7 +46,7 @@ from typing import Any, Final
 
 import torch
 import transformers
-from engine_fields import sglang_fields, vllm_fields
+from engine_fields import ENVIRONMENT, sglang_fields, vllm_fields
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
@@ -248,15 +248,6 @@ OF_ARCHITECTURE: Final[dict[tuple[str, str], dict[str, Any]]] = {
 }
 """More of ``engine_kwargs`` on a GPU."""
 ON_CPU: Final[dict[str, dict[str, Any]]] = {"sglang": {}, "vllm": {}}
-ENVIRONMENT: Final = {
-    # SGLang takes what others hold of a GPU for its own, and for an imbalance between two.
-    "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "2",
-}
-
 Answers = list[tuple[list[int], list[float]]]
 """For each prompt: the sampled tokens, and the logprobs of prompt and sample."""
 
@@ -452,15 +443,15 @@ async def push(
 ) -> Any:
     """Push a module's weights and compare what the engine says then.
 
-    With ``times``, which is odd, they are pushed so often, every second time with other signs: from the second time on,
-    an engine on a GPU replays its copies. With ``sleep_before_last``, the engine sleeps before the last push, which its
-    weights alone are awake for.
+    With ``times``, they are pushed so often, every second time with other signs and at last with their own: from the
+    second time on, an engine on a GPU replays its copies. With ``sleep_before_last``, the engine sleeps before the last
+    push, which its weights alone are awake for.
     """
     source = module.to(args.device) if strategy == "cuda_ipc" else module
     async with WeightSync.connect(source, engine, strategy=strategy) as sync:
         try:
             for number in range(times):
-                if number:
+                if number or times % 2 == 0:
                     _negate(source)
                 if sleep_before_last and number == times - 1:
                     await engine.sleep()
@@ -508,15 +499,17 @@ async def sweep(args: argparse.Namespace, report: Report, architecture: str, pol
             if args.device == "cuda":
                 step = "cuda_ipc"
                 say(step, **await push(args, first, architecture, policy.base_module, step, before))
-                step = "cuda_ipc again"
-                say(step, **await push(args, first, architecture, policy.module, "cuda_ipc", wanted, times=5))
+                for step, times in (("cuda_ipc, second push", 2), ("cuda_ipc, fifth push", 5)):
+                    say(step, **await push(args, first, architecture, policy.module, "cuda_ipc", wanted, times=times))
             strategy = "cuda_ipc" if args.device == "cuda" else "shared_memory"
             for step, module, expected, times in [
                 ("asleep, old connection", policy.base_module, before, 5),
                 ("asleep, new connection", policy.module, wanted, 1),
             ] * args.sleep:
-                how = {"times": times, "sleep_before_last": True}
-                say(step, **await push(args, first, architecture, module, strategy, expected, **how))
+                found = await push(
+                    args, first, architecture, module, strategy, expected, times=times, sleep_before_last=True
+                )
+                say(step, **found)
     except asyncio.CancelledError:
         say(step, verdict="failed", reason=f"not over after {args.minutes:g} minutes")
         raise

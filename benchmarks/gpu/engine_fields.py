@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
+
+ENVIRONMENT: Final = {
+    # SGLang takes what others hold of a GPU for its own, and for an imbalance between two.
+    "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "2",
+}
+"""Environment variables of engines, unless they are set."""
 
 
 def sglang_fields(graphs: list[int], *, share: float, cache_tokens: int, **engine_kwargs: Any) -> dict[str, Any]:

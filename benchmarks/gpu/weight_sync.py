@@ -9,6 +9,7 @@ runs that share a GPU only one measures at a time: most of the time of each is a
 medians. ``--engine-kwargs`` are more of the engine's own, such as ``{"quantization": "fp8_per_channel"}``:
 
 - C: one device-to-device copy of the same bytes, measured before and after.
+- first push: as push; the engine follows its loader and tries kernels before it pauses.
 - push: from ``push()`` to its return: digests and copies on the trainer's side, then the update.
 - staged update: from ``finish()`` of a transfer that was staged while the engine served on, to its return, right after
   it was staged and after a rest; and of that, how long the engine generated nothing.
@@ -171,7 +172,14 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
                 figures[name] = milliseconds
                 show(name, milliseconds, c)
 
-            record("first push", await timed(sync.push(version="first")))
+            async with Streams(engine) as streams:
+                begun = time.perf_counter()
+                first = await sync.push(version="first")
+                await asyncio.sleep(0.1)
+                record("first push", 1e3 * first.total_seconds)
+                record("first push: update", 1e3 * first.update_seconds)
+                record("first push: nothing is generated", 1e3 * first.paused_seconds)
+                record("first push: longest wait of eight streams", max(streams.gaps(begun, time.perf_counter())))
             pushes = [await sync.push(version=f"push-{number}") for number in range(args.pushes)]
             record("push", 1e3 * statistics.median(result.total_seconds for result in pushes))
             record(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -15,13 +17,18 @@ from torch import nn
 from triton.runtime import interpreter
 
 from drivetrain.errors import WeightVerifyFailed
+from drivetrain.types.modes import MemoryTag
 from drivetrain.types.weights import TensorSpec, WeightManifest
 from drivetrain_weight_sync import Receiver
-from drivetrain_weight_sync.copying import fp8_copies
+from drivetrain_weight_sync.copying import fp8_copies, fp8_kernel
 from drivetrain_weight_sync.copying.digest import digest
-from drivetrain_weight_sync.copying.fp8_copies import PER_TENSOR, Formula, Fp8Copies, Fp8Piece
+from drivetrain_weight_sync.copying.fp8_copies import Fp8Copies, Fp8Piece
+from drivetrain_weight_sync.copying.fp8_formulas import PER_TENSOR, Division, Formula
+from drivetrain_weight_sync.copying.fp8_kernel import quantise_groups
+from drivetrain_weight_sync.receiver.cpu_sleep import HostMemory
 from drivetrain_weight_sync.tensors.block_quantisation import quantise_blocks
-from drivetrain_weight_sync.tracing import conversion
+from drivetrain_weight_sync.tracing import fp8_layers, traced_target
+from drivetrain_weight_sync.tracing.fp8_layers import is_same
 from drivetrain_weight_sync.tracing.quantised_parts import LayerForm, QuantisedParts
 from drivetrain_weight_sync.tracing.traced_target import TracedTarget
 from drivetrain_weight_sync.transports.in_process import InProcessReader
@@ -105,7 +112,8 @@ class Engine:
         begins = {"q": (0, self.rows), "k": (self.rows, self.rows + 2)}
         for name, tensor in weights:
             if name in begins:
-                self.fused.weight.data[slice(*begins[name])].copy_(tensor)
+                begin, end = begins[name]
+                self.fused.weight.data[begin:end].copy_(tensor[: end - begin])
             elif name == "bias":
                 self.fused.bias.data.copy_(tensor)
             else:
@@ -114,10 +122,10 @@ class Engine:
                 (into[: self.rows] if kind == "gate" else into[self.rows :]).copy_(tensor)
 
 
-def manifest(rows: int, columns: int) -> WeightManifest:
+def manifest(rows: int, columns: int, of_others: int) -> WeightManifest:
     return WeightManifest(
         (
-            TensorSpec("q", "bfloat16", (rows, columns)),
+            TensorSpec("q", "bfloat16", (rows + of_others, columns)),
             TensorSpec("k", "bfloat16", (2, columns)),
             TensorSpec("bias", "bfloat16", (rows + 2,)),
             *(TensorSpec(f"gate.{expert}", "bfloat16", (rows, columns)) for expert in range(2)),
@@ -127,14 +135,63 @@ def manifest(rows: int, columns: int) -> WeightManifest:
     )
 
 
+class Kernel:
+    """Counts launches of the kernel, by the arguments that are compiled in."""
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+        self.launches: Counter[tuple[tuple[str, object], ...]] = Counter()
+
+    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+        def launch(*args: Any, **compiled: Any) -> None:
+            self.launches[tuple(compiled.items())] += 1
+            self._kernel[grid](*args, **compiled)
+
+        return launch
+
+
+class Target(TracedTarget):
+    """Notes what was done before each update, and that no trial changed a parameter."""
+
+    def __init__(self, engine: Engine, manifest: WeightManifest, kernel: Kernel) -> None:
+        super().__init__(engine.load_weights, manifest, split=True, converted=engine.parts, at_once=True)
+        self.engine, self.kernel = engine, kernel
+        self.steps = 0
+
+    def get_ready(self) -> bool:
+        before = [(id(own), own.clone()) for own in self.engine.model.parameters()]
+        is_ready = super().get_ready()
+        now = [(id(own), own.clone()) for own in self.engine.model.parameters()]
+        for (one, values), (other, others) in zip(before, now, strict=True):
+            assert one == other
+            assert is_same(values, others)
+        self.steps += 1
+        return is_ready
+
+    def begin(self) -> None:
+        super().begin()
+        self.conversions_before = self.engine.conversions
+        self.launches_before = Counter(self.kernel.launches)
+
+
 def try_engine(
-    quantise: Quantise, of_experts: Quantise, *, known: bool = True, rows: int = 2, columns: int = 640
+    quantise: Quantise,
+    of_experts: Quantise,
+    *,
+    known: bool = True,
+    memory_from_push: int = 0,
+    rows: int = 2,
+    columns: int = 2560,
+    of_others: int = 0,
 ) -> None:
-    engine, held_by_trainer = Engine(quantise, of_experts, rows, columns), manifest(rows, columns)
-    target = TracedTarget(engine.load_weights, held_by_trainer, converted=engine.parts, at_once=True)
+    """Push four times, with a sleep before the last; other ranks hold the last rows of q."""
+    engine, held_by_trainer = Engine(quantise, of_experts, rows, columns), manifest(rows, columns, of_others)
+    kernel = fp8_kernel.quantise_groups = Kernel(quantise_groups)
+    target = Target(engine, held_by_trainer, kernel)
     receiver = Receiver(target)
     pushed = {spec.name: torch.zeros(spec.shape, dtype=torch.bfloat16) for spec in held_by_trainer.tensors}
     held = [*engine.model.parameters()]
+    tried = 0
     for push in range(4):
         for name, tensor in pushed.items():
             tensor.normal_()
@@ -142,10 +199,23 @@ def try_engine(
                 tensor[: len(tensor) // 2] = 0
             if push == 3 and name.endswith("1"):
                 tensor.zero_()
-        before = engine.conversions
-        push_in_process(receiver, held_by_trainer, pushed)
-        assert (engine.conversions == before) == (known and push > 0), push
-        fused = quantise(torch.cat([pushed[name] for name in "qk"]))
+        if push == 3:
+            memory = HostMemory({MemoryTag.WEIGHTS: target.storages})
+            memory.sleep(frozenset({MemoryTag.WEIGHTS}))
+            memory.wake_up(frozenset({MemoryTag.WEIGHTS}))
+        without_memory = mock.patch.object(fp8_layers, "like", side_effect=torch.OutOfMemoryError)
+        with without_memory if push < memory_from_push else nullcontext():
+            push_in_process(receiver, held_by_trainer, pushed)
+        in_place = known and push >= memory_from_push
+        in_pause = kernel.launches - target.launches_before
+        assert (engine.conversions == target.conversions_before) == in_place, push
+        assert bool(in_pause) == in_place, push
+        assert max(in_pause.values(), default=1) == 1, "nothing is tried within the pause"
+        assert in_pause.keys() <= target.launches_before.keys(), "nothing is compiled within the pause"
+        if push > memory_from_push:
+            assert target.conversions_before == tried, "what was found is kept"
+        tried = engine.conversions
+        fused = quantise(torch.cat([pushed["q"][:rows], pushed["k"]]))
         experts = of_experts(
             torch.stack([torch.cat([pushed[f"gate.{expert}"], pushed[f"up.{expert}"]]) for expert in range(2)])
         )
@@ -153,6 +223,7 @@ def try_engine(
             assert torch.equal(layer.weight.contiguous().view(torch.uint8), weight.contiguous().view(torch.uint8)), push
             assert torch.equal(layer.weight_scale, scale), push
         assert torch.equal(engine.fused.bias, pushed["bias"])
+    assert target.steps > 4, "requests are served between trials"
     assert [id(one) for one in engine.model.parameters()] == [id(one) for one in held]
     for name in ("k", "up.1"):
         with pytest.raises(WeightVerifyFailed) as failed:
@@ -164,15 +235,15 @@ def main() -> None:
     # The trainer's tensors stay where they are, and change.
     fp8_copies.SHARED_BY = 1
     InProcessReader.place = property(lambda _: "here")  # type: ignore[method-assign,assignment]
-    try_engine(transposed(by_rows), by_tensors)
-    try_engine(quantise_blocks, quantise_blocks, rows=128, columns=128)
-    try_engine(by_biased_tensors, by_biased_tensors, known=False)
-    with mock.patch.object(conversion, "like", side_effect=torch.OutOfMemoryError):
-        try_engine(by_rows, by_tensors, known=False)
+    with mock.patch.object(traced_target, "reaches", return_value=True):
+        try_engine(transposed(by_rows), by_tensors, of_others=1)
+        try_engine(quantise_blocks, quantise_blocks, rows=128, columns=128)
+        try_engine(by_biased_tensors, by_biased_tensors, known=False)
+        try_engine(quantise_blocks, quantise_blocks, memory_from_push=2, rows=128, columns=128)
     tensors = {name: (3 * torch.randn(3, 4100)).to(torch.bfloat16) for name in ("one", "other")}
     into = [torch.empty(3, 4100, dtype=FP8) for _ in tensors]
     scale = torch.empty(())
-    formula = Formula(0, 0, 0.0, 0.0, True)
+    formula = Formula(Division.EXACT, Division.BY_INVERSE)
     pieces = [
         Fp8Piece(tensor, own, scale, PER_TENSOR, formula, name)
         for (name, tensor), own in zip(tensors.items(), into, strict=True)

@@ -7,6 +7,7 @@ Each number is read once, or twice if a whole tensor shares its scale, and the d
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -15,8 +16,8 @@ import numpy as np
 import torch
 
 from drivetrain_weight_sync.copying.digest import COLUMNS, finished, weights_on
+from drivetrain_weight_sync.copying.fp8_formulas import LARGEST, PER_ROW, PER_TENSOR, Division, Formula, Group
 
-LARGEST: Final = torch.finfo(torch.float8_e4m3fn).max
 _RECIPROCAL: Final = float(np.float32(1) / np.float32(LARGEST))
 _WORD: Final = 8
 _NUMBERS: Final = 4
@@ -27,52 +28,6 @@ SHARED_BY = 4
 """Programs that share an item."""
 _TILE: Final = 1024
 """Words that a program of four warps holds at once: more of them take so many registers that fewer programs run."""
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """The numbers that share a scale: ``rows`` and ``columns`` of a matrix; None: all."""
-
-    rows: int | None
-    columns: int | None
-
-
-PER_TENSOR: Final = Group(None, None)
-PER_ROW: Final = Group(1, None)
-
-
-@dataclass(frozen=True, slots=True)
-class Formula:
-    """The float32 arithmetic of an engine's quantisation; engines differ in the last bit."""
-
-    scale: int
-    """The step from the largest magnitude to the scale. 0: division by 448. 1: multiplication by 1/448. 2: approximate
-    division by 448."""
-    quotient: int
-    """The number that is rounded. 0: x times (1 divided by the scale). 1: x divided by the scale, by way of its
-    reciprocal. 2 and 3: the same two with an approximate division. 4: as 1, but by a division, which takes more time.
-    """
-    least: float
-    """Smallest number that counts as the largest magnitude."""
-    least_scale: float
-    zeros: bool
-    """True if numbers whose scale is 0 become 0."""
-
-
-_LEAST_SCALE: Final = 1 / (LARGEST * 512)
-_OF_BLOCKS: Final = tuple(
-    Formula(*arithmetic, 1e-4, 0.0, True) for arithmetic in ((0, 0), (2, 2), (1, 2), (1, 0), (0, 2))
-)
-_OF_OTHERS: Final = (
-    *(Formula(*arithmetic, 0.0, 0.0, zeros) for arithmetic in ((0, 0), (2, 2)) for zeros in (True, False)),
-    *(Formula(*arithmetic, 0.0, _LEAST_SCALE, True) for arithmetic in ((0, 1), (0, 4))),
-    *(Formula(*arithmetic, 1e-10, 0.0, True) for arithmetic in ((0, 0), (2, 2), (2, 3))),
-)
-
-
-def formulas(group: Group) -> Sequence[Formula]:
-    """Return the formulas that engines take for a group, the most frequent first; each takes time to compile."""
-    return _OF_OTHERS if group.columns is None else _OF_BLOCKS
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +164,7 @@ class Fp8Copies:
         for launch in self._launches:
             kind, formula, group = launch.kind, launch.kind.formula, launch.kind.group
             rows = 1 if group.columns is None else group.rows or 1
+            is_product = formula.quotient in (Division.BY_INVERSE, Division.BY_APPROXIMATE_INVERSE)
             quantise_groups[(len(launch.table) * SHARED_BY,)](
                 launch.table,
                 *self._weights,
@@ -217,6 +173,9 @@ class Fp8Copies:
                 _RECIPROCAL,
                 formula.least,
                 formula.least_scale,
+                0.0 if formula.keeps_zeros else math.inf,
+                formula.scale.value,
+                formula.quotient.value,
                 GROUP_ROWS=rows,
                 GROUP_WORDS=(group.columns or 0) // _NUMBERS,
                 ROWS=min(rows, max(_TILE // kind.words, 1)),
@@ -227,9 +186,7 @@ class Fp8Copies:
                 STORES=launch.stores,
                 FOLDS=kind.folds,
                 PAIRS=kind.pairs and not kind.folds,
-                SCALE=formula.scale,
-                QUOTIENT=formula.quotient,
-                ZEROS=formula.zeros,
+                DIVIDES=(Division.BY_INVERSE if is_product else formula.quotient).value,
                 num_warps=4 if group.columns is None else 8,
             )
 

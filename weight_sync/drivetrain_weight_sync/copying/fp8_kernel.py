@@ -7,8 +7,14 @@
 import triton
 import triton.language as tl
 
+from drivetrain_weight_sync.copying.fp8_formulas import Division
 
-@triton.jit
+EXACT = tl.constexpr(Division.EXACT.value)
+APPROXIMATE = tl.constexpr(Division.APPROXIMATE.value)
+BY_APPROXIMATE_INVERSE = tl.constexpr(Division.BY_APPROXIMATE_INVERSE.value)
+
+
+@triton.jit(do_not_specialize=["scale_by", "quotient_by"])
 def quantise_groups(
     table,
     a,
@@ -19,6 +25,9 @@ def quantise_groups(
     reciprocal,
     least,
     least_scale,
+    inverse_of_zero,
+    scale_by,
+    quotient_by,
     GROUP_ROWS: tl.constexpr,
     GROUP_WORDS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -29,9 +38,7 @@ def quantise_groups(
     STORES: tl.constexpr,
     FOLDS: tl.constexpr,
     PAIRS: tl.constexpr,
-    SCALE: tl.constexpr,
-    QUOTIENT: tl.constexpr,
-    ZEROS: tl.constexpr,
+    DIVIDES: tl.constexpr,
 ):
     """Quantise one item of the table to float8_e4m3fn, and add its part of the digest to its tensor's sum.
 
@@ -40,8 +47,8 @@ def quantise_groups(
     rows. SHARED_BY programs share the groups, in turns. A program holds ROWS rows and WORDS words at a time; ONE
     states that these are a whole group, which is then read only once. If FINDS and STORES are both true, a group is
     quantised in one go. Otherwise, a first launch (FINDS) leaves the largest magnitudes in the slots that a second
-    one (STORES) reads. FOLDS: also digest. PAIRS: a thread can read two words at once. SCALE, QUOTIENT and ZEROS
-    select the arithmetic.
+    one (STORES) reads. FOLDS: also digest. PAIRS: a thread can read two words at once. ``scale_by`` and
+    ``quotient_by`` are the formula's divisions; DIVIDES, what each number takes of them, is compiled in.
     """
     item = table + (tl.program_id(0) // SHARED_BY) * 10
     source = tl.load(item).to(tl.pointer_type(tl.int64))
@@ -90,21 +97,18 @@ def quantise_groups(
             if not FINDS:
                 most = tl.load(first.to(tl.pointer_type(tl.float32)))
             most = tl.maximum(most, least)
-            if SCALE == 0:
+            if scale_by == EXACT:
                 scale = tl.div_rn(most, tl.zeros_like(most) + largest)
-            elif SCALE == 1:
-                scale = most * reciprocal
-            else:
+            elif scale_by == APPROXIMATE:
                 scale = most / largest
-            scale = tl.maximum(scale, least_scale)
-            if QUOTIENT == 0:
-                factor = tl.div_rn(tl.full((), 1.0, tl.float32), scale)
-            elif QUOTIENT == 1 or QUOTIENT == 3 or QUOTIENT == 4:
-                factor = scale
             else:
-                factor = 1.0 / scale
-            if ZEROS:
-                factor = tl.where(scale == 0, 0.0, factor)
+                scale = most * reciprocal
+            scale = tl.maximum(scale, least_scale)
+            if quotient_by == BY_APPROXIMATE_INVERSE:
+                inverse = 1.0 / scale
+            else:
+                inverse = tl.div_rn(tl.full((), 1.0, tl.float32), scale)
+            inverse = tl.where(scale == 0, inverse_of_zero, inverse)
             tl.store(scales + group * scale_step, scale)
             for part in range(parts):
                 at_row, at_word = row + (part * ROWS if across else 0), word + (0 if across else part * WORDS)
@@ -112,10 +116,10 @@ def quantise_groups(
                 if not (ONE and FINDS):
                     x = tl.load(source + at_row * source_step + at_word, mask=there, other=0)
                 x0, x1, x2, x3 = _numbers(x)
-                packed = _quantised(x0, factor, scale, largest, QUOTIENT, ZEROS)
-                packed |= _quantised(x1, factor, scale, largest, QUOTIENT, ZEROS) << 8
-                packed |= _quantised(x2, factor, scale, largest, QUOTIENT, ZEROS) << 16
-                packed |= _quantised(x3, factor, scale, largest, QUOTIENT, ZEROS) << 24
+                packed = _quantised(x0, scale, inverse, DIVIDES)
+                packed |= _quantised(x1, scale, inverse, DIVIDES) << 8
+                packed |= _quantised(x2, scale, inverse, DIVIDES) << 16
+                packed |= _quantised(x3, scale, inverse, DIVIDES) << 24
                 tl.store(destination + at_row * destination_step + at_word, packed, mask=there)
         else:
             # As integers, floats that are not negative have the same order.
@@ -135,20 +139,14 @@ def _numbers(x):
 
 
 @triton.jit
-def _quantised(x, factor, scale, largest, QUOTIENT: tl.constexpr, ZEROS: tl.constexpr):
-    if QUOTIENT == 1:
-        # A division rounded to nearest, by the reciprocal and a correction (Markstein 1990).
-        inverse = tl.div_rn(tl.full((), 1.0, tl.float32), factor)
-        y = x * inverse
-        rest = tl.fma(-y, tl.zeros_like(x) + factor, x)
-        y = tl.where(rest == 0, y, tl.fma(rest, tl.zeros_like(x) + inverse, y))  # -0.0 stays what it is
-    elif QUOTIENT == 3:
-        y = x / factor
-    elif QUOTIENT == 4:
-        y = tl.div_rn(x, tl.zeros_like(x) + factor)
+def _quantised(x, scale, inverse, DIVIDES: tl.constexpr):
+    if DIVIDES == APPROXIMATE:
+        y = x / scale
     else:
-        y = x * factor
-    if ZEROS and (QUOTIENT == 1 or QUOTIENT == 3 or QUOTIENT == 4):
-        y = tl.where(scale == 0, 0.0, y)
-    y = tl.maximum(tl.minimum(y, largest), -largest)
+        y = x * inverse
+    if DIVIDES == EXACT:
+        # Rounded to nearest by a correction (Markstein 1990); negating the rest twice keeps the sign of zeros.
+        rest = tl.fma(y, tl.zeros_like(x) + scale, -x)
+        y = tl.fma(-rest, tl.zeros_like(x) + inverse, y)
+    # Nothing exceeds 448 by more than a rounding, and the conversion saturates.
     return y.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)

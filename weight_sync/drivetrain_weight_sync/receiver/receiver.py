@@ -78,8 +78,8 @@ class Receiver:
                 self.prepare(message)
                 assert self._opening is not None
                 self._opening.wait()
-                reply = self.prepared()
-                assert reply is not None
+                while (reply := self.prepared()) is None:
+                    pass
                 return reply
             case AbortUpdate():
                 self._withdraw()
@@ -131,14 +131,14 @@ class Receiver:
         self._opening = SourceOpening(reader, request, manifest)
 
     def prepared(self) -> WeightReply | None:
-        """Return the reply to the last :meth:`prepare`, or None while its source is still being opened.
+        """Return the reply to the last :meth:`prepare`, or None while its source is being opened or the target readied.
 
         Raises:
             EngineStateError: no update is being prepared.
             DrivetrainError: the source cannot be opened or does not fit; nothing was changed.
         """
         if self.update is not None and self.update.phase is Phase.PREPARED:
-            return _reply_to_prepare(self.update)
+            return _reply_to_prepare(self.update) if self.update.get_ready() else None
         opening = self._opening
         if opening is None:
             raise EngineStateError("no weight update is being prepared; send PrepareUpdate", state=self.phase.value)
@@ -156,7 +156,7 @@ class Receiver:
             raise WeightSyncError(
                 f"the {request.source.kind} source cannot be read: {type(error).__name__}: {error}; nothing was changed"
             ) from error
-        return _reply_to_prepare(self.update)
+        return self.prepared()
 
     def _step(self, update: Update, message: BeginUpdate | LoadBuckets | VerifyUpdate | CommitUpdate) -> WeightReply:
         match message:

@@ -53,6 +53,7 @@ class Update:
         self.phase = Phase.PREPARED
         self._digests = opened.digests
         self._base = kept.base(opened.base)
+        self._is_ready = False
         self._begun = 0.0
         """When the update began, by ``time.perf_counter``."""
         self._loaded: set[int] = set()
@@ -62,6 +63,11 @@ class Update:
         """Digests, as received, of tensors that the engine keeps in another form."""
         self._converting: list[Launched] = []
         """Launches that digest such tensors."""
+
+    def get_ready(self) -> bool:
+        """Do part of what takes long and needs no pause; return True once nothing is left."""
+        self._is_ready = self._is_ready or self._target.get_ready()
+        return self._is_ready
 
     def begin(self) -> None:
         """Begin to overwrite the weights."""

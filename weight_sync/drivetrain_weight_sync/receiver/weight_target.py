@@ -28,6 +28,13 @@ class WeightTarget(Protocol):
         """Raise :class:`EngineStateError` if the model cannot take weights now. Changes nothing."""
         ...
 
+    def get_ready(self) -> bool:
+        """Do part of what takes long and can be done while the engine serves; return True once nothing is left.
+
+        Called until it returns True, before an update begins; an update also works without.
+        """
+        ...
+
     def begin(self) -> None:
         """Get ready to load. Until :meth:`finish`, the weights may hold anything."""
         ...
@@ -122,6 +129,10 @@ class ModuleTarget:
         self._look()
         for name in self._tensors:
             self.destination(name)
+
+    def get_ready(self) -> bool:
+        """Return True: nothing takes long."""
+        return True
 
     def begin(self) -> None:
         """Find the tensors again: adapters may have been added or removed."""

@@ -15,7 +15,6 @@ from torch import nn
 from drivetrain_weight_sync.copying.device_copies import DeviceCopies, DeviceCopy, Launched, captured, page_locked
 from drivetrain_weight_sync.copying.fp8_copies import Fp8Copies, Fp8Piece
 from drivetrain_weight_sync.copying.waiting import wait_for
-from drivetrain_weight_sync.tracing.fp8_layers import FilledInPlace, is_same, like
 from drivetrain_weight_sync.tracing.quantised_parts import QuantisedParts
 
 _log = logging.getLogger(__name__)
@@ -30,9 +29,10 @@ class Conversion:
 
     Args:
         parts: Converts the layers.
-        copies: For each layer, the copies that fill it, as :class:`DeviceCopies` takes them.
-        memory: Bytes in which the copies' destinations lie.
-        in_place: Layers among them whose quantisation is known.
+        copies: For each layer that the engine converts, the copies that fill it, as :class:`DeviceCopies` takes them.
+        memory: Bytes in which these copies' destinations lie.
+        pieces: Pieces of layers that are quantised in place.
+        plain: Copies into other parameters of these layers.
     """
 
     def __init__(
@@ -40,36 +40,16 @@ class Conversion:
         parts: QuantisedParts,
         copies: Mapping[nn.Module, Sequence[DeviceCopy]],
         memory: torch.Tensor,
-        in_place: Mapping[nn.Module, FilledInPlace] | None = None,
+        pieces: Sequence[Fp8Piece] = (),
+        plain: Sequence[DeviceCopy] = (),
     ) -> None:
         self._parts = parts
-        self._memory: torch.Tensor | None = memory
+        self._memory = memory
         self._device = memory.device
-        self._copies = copies
-        self._in_place = {} if in_place is None else in_place
-        self.names: frozenset[str] = frozenset(
-            copy.name for of_part in copies.values() for copy in of_part if copy.name is not None
-        )
-        """Tensors that are copied and digested."""
-        self._lay_out(copies, [], [])
         self._launches = 0
         self._graph: torch.cuda.CUDAGraph | None = None
         self._is_captured = memory.is_cuda
         """True if a graph is captured at the second launch."""
-
-    def _lay_out(
-        self,
-        copies: Mapping[nn.Module, Sequence[DeviceCopy]],
-        pieces: Sequence[Fp8Piece],
-        plain: Sequence[DeviceCopy],
-    ) -> None:
-        """Make the tables of what is launched.
-
-        Args:
-            copies: Copies that fill the layers which the engine converts.
-            pieces: Pieces that are quantised in place.
-            plain: Copies into other parameters of layers that are quantised in place.
-        """
         batches: list[Sequence[DeviceCopy] | Sequence[Fp8Piece]] = [*copies.values(), plain, pieces]
         digests = [sum(one.name is not None for one in batch) for batch in batches]
         # At even places: Triton compiles a variant of the kernel for addresses that are no multiples of 16 bytes.
@@ -90,56 +70,29 @@ class Conversion:
         self._result = page_locked(self._sums)
         self._order = [name for batch in made if batch is not None for name in batch.order]
         self._ends = np.concatenate([batch.ends for batch in made if batch is not None])
+        self.names = frozenset(self._order)
+        """Tensors that are copied and digested."""
 
     @torch.no_grad()
     def launch(self) -> Launched:
         """Fill and convert all layers; return the digests of what was copied.
 
-        The first launch converts all layers by the engine's own code. Those for which ``in_place`` gives the same bits
-        are quantised in place from the second launch on. Then a CUDA graph is replayed, unless the engine's code waits
-        for the GPU.
+        From the second launch on a CUDA graph is replayed, unless the engine's code waits for the GPU.
         """
         self._launches += 1
-        if self._launches == 1:
+        if self._launches > 1:
+            self._replay()
+        elif self._is_captured and self._filled:
             # A capture that fails leaves torch's allocator in disorder, so look first for what makes it fail.
-            waits = _waits_in(self._enqueue) if self._is_captured else ()
-            if not self._is_captured:
-                self._enqueue()
-            launched = self._launched()
-            self._quantise_in_place()
-            if waits and self._filled:
+            waits = _waits_in(self._enqueue)
+            if waits:
                 _log.warning(
                     "the engine waits for the GPU while it converts weights, so no graph is made: %s", waits[0]
                 )
                 self._is_captured = False
-            return launched
-        self._replay()
-        return self._launched()
-
-    def _launched(self) -> Launched:
-        return Launched(self._order, frozenset(self._order), self._ends, self._result, self._device)
-
-    def _quantise_in_place(self) -> None:
-        """Quantise layers in place from now on, if that gives the bits which the engine's own code has just given."""
-        pieces: list[Fp8Piece] = []
-        plain: list[DeviceCopy] = []
-        proved: set[nn.Module] = set()
-        for part, filled in self._in_place.items():
-            live = {name: own for name, own in part._parameters.items() if own is not None}
-            made = filled.pieces(live)
-            if made is not None and _gives_same_bits(filled, live, type(part).__name__):
-                proved.add(part)
-                pieces += made[0]
-                plain += made[1]
-        if proved:
-            rest = {part: of_part for part, of_part in self._copies.items() if part not in proved}
-            self._lay_out(rest, pieces, plain)
-            if not rest:
-                self._memory = None
-            # Not for the first time within a capture: a kernel may have to be compiled.
-            self._enqueue_in_place()
-        # They hold the sender's tensors.
-        self._copies, self._in_place = {}, {}
+        else:
+            self._enqueue()
+        return Launched(self._order, self.names, self._ends, self._result, self._device)
 
     def _replay(self) -> None:
         if self._is_captured and self._graph is None:
@@ -156,7 +109,10 @@ class Conversion:
 
     def _enqueue(self) -> None:
         self._found.zero_()
-        self._enqueue_in_place()
+        if self._plain is not None:
+            self._plain.enqueue()
+        if self._quantised is not None:
+            self._quantised.enqueue()
         if self._filled:
             with _numbers_on_device():
                 for part, batch in self._filled.items():
@@ -165,32 +121,6 @@ class Conversion:
         torch.index_select(self._found, 1, self._taken, out=self._sums)
         if self._result is not self._sums:
             self._result.copy_(self._sums, non_blocking=True)
-
-    def _enqueue_in_place(self) -> None:
-        if self._plain is not None:
-            self._plain.enqueue()
-        if self._quantised is not None:
-            self._quantised.enqueue()
-
-
-def _gives_same_bits(filled: FilledInPlace, live: Mapping[str, torch.Tensor], layer: str) -> bool:
-    """Quantise a layer into other memory, and return whether that gives the bits that are ``live``."""
-    try:
-        scratch = {**live, **{name: like(live[name]) for name in filled.layer.quantised}}
-        tried = filled.pieces(scratch)
-        if tried is None:
-            return False
-        Fp8Copies(tried[0]).enqueue()
-        is_right = all(is_same(live[name], scratch[name]) for name in filled.layer.quantised)
-    except torch.OutOfMemoryError as error:
-        # The layer holds its new weights already, and the engine's own code can convert the next ones.
-        _log.warning(
-            "no memory to try a kernel on %s, so the engine's own code goes on converting it: %s", layer, error
-        )
-        return False
-    if not is_right:
-        _log.warning("a kernel quantises %s to other bits than the engine's own code, which is used instead", layer)
-    return is_right
 
 
 @contextmanager

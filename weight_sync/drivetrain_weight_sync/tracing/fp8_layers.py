@@ -1,7 +1,7 @@
 """Recognise layers that an engine quantises to fp8, so that one kernel can quantise them in place.
 
 The engine's own code converts layers filled with made-up weights, and a formula is sought that gives the same bits. A
-layer for which none is found keeps being converted by the engine's code.
+layer for which none is found keeps being converted by the engine's code. This happens before an update begins.
 """
 
 from __future__ import annotations
@@ -9,27 +9,23 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
 from torch import nn
 
+from drivetrain.errors import WeightSyncError
 from drivetrain_weight_sync.copying.device_copies import DeviceCopy
-from drivetrain_weight_sync.copying.fp8_copies import (
-    PER_ROW,
-    PER_TENSOR,
-    Formula,
-    Fp8Copies,
-    Fp8Piece,
-    Group,
-    fits,
-    formulas,
-)
+from drivetrain_weight_sync.copying.fp8_copies import Fp8Copies, Fp8Piece, fits
+from drivetrain_weight_sync.copying.fp8_formulas import PER_ROW, PER_TENSOR, Formula, Group, formulas
 from drivetrain_weight_sync.tensors.storages import storage_of
 from drivetrain_weight_sync.tracing.loader_trace import Copy
-from drivetrain_weight_sync.tracing.quantised_parts import QuantisedParts, Replaced, device_of
+from drivetrain_weight_sync.tracing.quantised_parts import QuantisedParts, Replaced, Trial, device_of
 
 _log = logging.getLogger(__name__)
 
@@ -44,7 +40,9 @@ _UNUSUAL: Final = (0.0, 1.0, 2.0**-15, 2.0**-27, 2.0**9, 2.0**-10, 2.0**-40, 2.0
 """Magnitudes that meet the least scales of formulas."""
 _UNUSUAL_GROUPS: Final = 32
 _MOST_TRIALS: Final = 320
-"""A layer so small that it needs more trials is left to the engine."""
+"""A layer so small that it needs more trials shows no formula."""
+_SPREAD: Final = 0.02
+"""Standard deviation of made-up weights."""
 
 MakesCopies = Callable[[str, torch.Tensor, Sequence[Copy]], list[DeviceCopy]]
 """Returns the copies of a tensor to given destinations, which also digest it; empty if no kernel can make them."""
@@ -70,11 +68,6 @@ class Fp8Layer:
     weights: Mapping[str, Fp8Weight]
     plain: frozenset[str]
 
-    @property
-    def quantised(self) -> frozenset[str]:
-        """Names of the weights and their scales."""
-        return frozenset({*self.weights, *(weight.scales for weight in self.weights.values())})
-
     def pieces(
         self,
         parts: QuantisedParts,
@@ -87,7 +80,7 @@ class Fp8Layer:
         Args:
             parts: Knows to which parameter a copy belongs.
             tensors: For each pushed tensor's name: the tensor, and its copies into the recorded form.
-            into: The layer's own parameters, or others of the same form.
+            into: The layer's own parameters.
             make_copies: Makes the copies of parameters that are not quantised.
         """
         pieces: list[Fp8Piece] = []
@@ -115,11 +108,8 @@ class Fp8Layer:
                     return None
                 own += found
                 covered[weight.parameter] += math.prod(way.size)
-            # Digested apart, blocks take less time.
-            is_whole = len(own) == 1 and own[0].source.numel() == tensor.numel()
-            if is_whole and own[0].group.columns is None:
-                only = own[0]
-                own = [Fp8Piece(only.source, only.destination, only.scales, only.group, only.formula, name)]
+            if _is_digested(own[0].group, tensor, ways):
+                own = [replace(own[0], name=name)]
             else:
                 copies.append(DeviceCopy(tensor, name=name))
             pieces += own
@@ -128,18 +118,10 @@ class Fp8Layer:
         return (pieces, copies) if all(map(fits, pieces)) else None
 
 
-@dataclass(frozen=True, slots=True)
-class FilledInPlace:
-    """A layer whose quantisation is known, and the tensors that it is to be made of."""
-
-    layer: Fp8Layer
-    parts: QuantisedParts
-    tensors: Mapping[str, tuple[torch.Tensor, Sequence[Copy]]]
-    make_copies: MakesCopies
-
-    def pieces(self, into: Mapping[str, torch.Tensor]) -> tuple[list[Fp8Piece], list[DeviceCopy]] | None:
-        """As :meth:`Fp8Layer.pieces`."""
-        return self.layer.pieces(self.parts, self.tensors, into, self.make_copies)
+def _is_digested(group: Group, tensor: torch.Tensor, ways: Sequence[Copy]) -> bool:
+    """Return whether the kernel digests a tensor, a whole matrix, on the way; digested apart, blocks take less time."""
+    is_matrix = len(ways) == 1 and len(ways[0].size) == 2 and math.prod(ways[0].size) == tensor.numel()
+    return is_matrix and group.columns is None
 
 
 def _part(own: torch.Tensor, way: Copy) -> torch.Tensor:
@@ -214,132 +196,172 @@ def _groups(group: Group, shape: tuple[int, int, int]) -> tuple[int, int, int]:
 
 
 class Fp8Layers:
-    """Recognises how each layer of a model is quantised; layers that agree in code and form are tried once.
+    """Finds out how layers are quantised, in memory of its own and in steps between which the engine can serve.
 
     Args:
         parts: The layers that the engine converts.
+        tensors: For each layer, its checkpoint tensors: a tensor of that form, and its copies into the recorded form.
     """
 
-    def __init__(self, parts: QuantisedParts) -> None:
+    def __init__(
+        self,
+        parts: QuantisedParts,
+        tensors: Mapping[nn.Module, Mapping[str, tuple[torch.Tensor, Sequence[Copy]]]],
+    ) -> None:
+        self.known: dict[nn.Module, Fp8Layer] = {}
+        """Layers whose quantisation was found."""
         self._parts = parts
-        self._known: dict[Hashable, Fp8Layer | None] = {}
+        self._tensors = tensors
+        # The smallest layer of a kind shows the formula in many trials, which others confirm in two.
+        self._pending = deque(sorted(tensors, key=parts.nbytes))
+        self._formulas: dict[Hashable, Formula | None] = {}
+        """By class of quantisation and group; None: no known one."""
+        self._steps: Iterator[None] | None = None
 
     @torch.no_grad()
-    def of(self, part: nn.Module, filled: frozenset[str]) -> Fp8Layer | None:
-        """Return how a layer is quantised; None if it is not known.
+    def find(self, seconds: float) -> bool:
+        """Go on for about this long; return True once no more can be found now.
 
-        Args:
-            part: The layer.
-            filled: Parameters of its recorded form that pushes fill.
+        If memory ran out, the next call goes on where it did.
         """
-        key = filled, self._key(part)
-        if key not in self._known:
+        ends = time.perf_counter() + seconds
+        self._steps = self._steps or self._find()
+        for _ in self._steps:
+            if time.perf_counter() > ends:
+                return False
+        self._steps = None
+        return True
+
+    def _find(self) -> Iterator[None]:
+        found: Counter[str] = Counter()
+        while self._pending:
+            part = self._pending[0]
+            layer: Fp8Layer | None = None
             try:
-                self._known[key] = self._recognised(part, filled)
+                layer = yield from self._recognised(part)
+            except torch.OutOfMemoryError as error:
+                _log.warning("no memory to find out how %s is quantised before this update: %s", _kind(part), error)
+                break
             except Exception as error:
                 # No weights were touched, and the engine's own code can still convert the layer.
-                _log.warning("how %s is quantised was not found out: %r", type(part).__name__, error)
-                self._known[key] = None
-            _log.info("%s is %s", type(part).__name__, self._known[key] or "converted by the engine's own code")
-        return self._known[key]
+                _log.warning("how %s is quantised was not found out: %r", _kind(part), error)
+            found[f"{_kind(part)}: {layer or 'converted by the code of the engine'}"] += 1
+            if layer is not None:
+                self.known[part] = layer
+            self._pending.popleft()
+        for text, many in found.items():
+            _log.info("%d x %s", many, text)
+        if found:
+            torch.cuda.empty_cache()  # a trainer beside the engine may need it
 
-    def _key(self, part: nn.Module) -> Hashable:
-        return (
-            type(part),
-            type(getattr(part, "quant_method", None)),
-            tuple((name, own.shape, own.stride(), own.dtype) for name, own in self._parts.form_of(part).items()),
-            tuple((name, own.shape, own.stride(), own.dtype) for name, own in part.named_parameters(recurse=False)),
-        )
-
-    def _recognised(self, part: nn.Module, filled: frozenset[str]) -> Fp8Layer | None:
-        live = {name: own for name, own in part._parameters.items() if own is not None}
-        form = self._parts.form_of(part)
+    def _recognised(self, part: nn.Module) -> Generator[None, None, Fp8Layer | None]:
+        live, form = _own(part), self._parts.form_of(part)
         plain: set[str] = set()
-        candidates: dict[str, list[Fp8Weight]] = {}
-        for name in filled:
+        weights: dict[str, Fp8Weight] = {}
+        ways = [way for _, some in self._tensors[part].values() for way in some]
+        for name in dict.fromkeys(self._parts.parameter_of(way.destination) for way in ways):
             own, recorded = live.get(name), form[name]
             if own is None:
                 return None
             if (own.dtype, own.shape, own.stride()) == (recorded.dtype, recorded.shape, recorded.stride()):
                 plain.add(name)
                 continue
-            candidates[name] = list(_candidates(name, recorded, live))
-        if not candidates or not all(candidates.values()):
-            return None
-        memory = torch.empty(self._parts.nbytes(part), dtype=torch.uint8, device=device_of(part))
-        found: dict[str, Fp8Weight] = {}
-        for name, possible in candidates.items():
-            weight = next((one for one in possible if self._is_right(part, one, memory)), None)
-            if weight is None:
+            for weight in _candidates(name, recorded, live):
+                formula = yield from self._formula(part, weight)
+                if formula is not None:
+                    weights[name] = replace(weight, formula=formula)
+                    break
+            else:
                 return None
-            found[name] = weight
-        scales = {weight.scales for weight in found.values()}
-        if scales & filled or not self._rest_is_constant(part, plain, found, memory):
-            return None
-        return Fp8Layer(found, frozenset(plain))
+        layer = Fp8Layer(weights, frozenset(plain))
+        return layer if weights and self._is_confirmed(part, layer) else None
 
-    def _is_right(self, part: nn.Module, weight: Fp8Weight, memory: torch.Tensor) -> bool:
-        """Return whether a formula gives the engine's bits in all trials."""
-        live = part._parameters
-        quantised, scales = (like(live[name]) for name in (weight.parameter, weight.scales))
-        into = {weight.parameter: quantised, weight.scales: scales}
-        own, of_groups = matrix_of(quantised, weight.shape), scales_of(scales, weight)
-        if own is None or of_groups is None:
-            return False
-        matrices, rows, _ = weight.shape
+    def _formula(self, part: nn.Module, weight: Fp8Weight) -> Generator[None, None, Formula | None]:
+        """Find the formula that gives the engine's bits in all trials."""
+        key = type(getattr(part, "quant_method", None)), weight.group
         trials = _trials(weight)
-        if trials > _MOST_TRIALS:
-            return False
-        for trial in range(trials):
-            with self._parts.tried(part, memory) as (held, convert):
-                source = held[weight.parameter].data.view(matrices * rows, -1)
-                _fill(source, weight, trial)
-                pieces = [
-                    Fp8Piece(
-                        source[rows * matrix : rows * (matrix + 1)],
-                        own[rows * matrix : rows * (matrix + 1)],
-                        of_groups[matrix, 0, 0]
-                        if weight.group == PER_TENSOR
-                        else of_groups[matrix, :, 0]
-                        if weight.group == PER_ROW
-                        else of_groups[matrix],
-                        weight.group,
-                        weight.formula,
-                    )
-                    for matrix in range(matrices)
-                ]
-                if not all(map(fits, pieces)):
-                    return False
-                Fp8Copies(pieces).enqueue()
-                made, _ = convert()
-                if not all(is_same(made[name], one) for name, one in into.items()):
-                    return False
-        return True
+        if key not in self._formulas and trials <= _MOST_TRIALS:
+            for formula in formulas(weight.group):
+                for trial in range(trials):
+                    is_right = self._is_right(part, replace(weight, formula=formula), trial)
+                    yield
+                    if not is_right:
+                        break
+                else:
+                    self._formulas[key] = formula
+                    break
+            else:
+                self._formulas[key] = None
+        return self._formulas.get(key)
 
-    def _rest_is_constant(
-        self, part: nn.Module, plain: set[str], weights: Mapping[str, Fp8Weight], memory: torch.Tensor
-    ) -> bool:
-        """Return whether nothing but quantised parameters depends on weights, and plain ones are taken as they are."""
+    @contextmanager
+    def _tried(self, part: nn.Module) -> Iterator[tuple[Mapping[str, torch.Tensor], Trial]]:
+        memory = torch.empty(self._parts.nbytes(part), dtype=torch.uint8, device=device_of(part))
+        with self._parts.tried(part, memory) as tried:
+            yield tried
+
+    def _is_right(self, part: nn.Module, weight: Fp8Weight, trial: int) -> bool:
+        live = _own(part)
+        with self._tried(part) as (held, convert):
+            _fill(held[weight.parameter].data.view(-1, weight.shape[-1]), weight, trial)
+            quantised = self._quantised(part, weight, held, live)
+            made, _ = convert()
+            return all(is_same(made[name], one) for name, one in quantised)
+
+    def _is_confirmed(self, part: nn.Module, layer: Fp8Layer) -> bool:
+        """Return whether the formulas give the engine's bits, and a conversion changes nothing but what pushes fill."""
+        live = _own(part)
         seen: list[dict[Hashable, object]] = []
-        quantised = {*weights, *(weight.scales for weight in weights.values())}
         for trial in range(2):
-            with self._parts.tried(part, memory) as (held, convert):
-                for name in (*plain, *weights):
-                    held[name].data.normal_(generator=torch.Generator(memory.device).manual_seed(trial))
-                given = {name: held[name].data.clone() for name in plain}
+            with self._tried(part) as (held, convert):
+                drawn = torch.Generator(device_of(part)).manual_seed(trial)
+                for name in (*layer.plain, *layer.weights):
+                    held[name].data.normal_(0, _SPREAD, generator=drawn)
+                wanted = [(name, held[name].data.clone()) for name in layer.plain]
+                for weight in layer.weights.values():
+                    wanted += self._quantised(part, weight, held, live)
                 made, replaced = convert()
-                if any(not is_same(made[name], given[name]) for name in plain):
+                rest = made.keys() - {name for name, _ in wanted}
+                if (
+                    not all(is_same(made[name], one) for name, one in wanted)
+                    # Sleep loses other parameters, unless the engine's code makes them again.
+                    or any(made[name] is not live.get(name) for name in rest)
+                    or any(old != leaf for leaf, old in _aliases(replaced, made, live))
+                ):
                     return False
-                rest = {name: own.data.clone() for name, own in made.items() if name not in plain | quantised}
-                leaves = dict(_leaves(replaced, made))
-                seen.append(leaves)
-            live = {name: own for name, own in part._parameters.items() if own is not None}
-            if any(name not in live or not is_same(live[name], own) for name, own in rest.items()):
-                return False
-            if any(old != leaf for leaf, old in _aliases(replaced, made, live)):
-                return False
+                seen.append(dict(_leaves(replaced, made)))
         one, other = seen
         return one.keys() == other.keys() and all(_equal(one[path], other[path]) for path in one)
+
+    def _quantised(
+        self, part: nn.Module, weight: Fp8Weight, held: Mapping[str, torch.Tensor], live: Mapping[str, torch.Tensor]
+    ) -> list[tuple[str, torch.Tensor]]:
+        """Quantise a filled weight to memory of its own, once by each of the compiled kernels that pushes launch."""
+        recorded, found = self._parts.form_of(part)[weight.parameter], list[tuple[str, torch.Tensor]]()
+        whole = Copy(recorded, tuple(recorded.shape), recorded.stride(), 0)
+        kernels = {
+            _is_digested(weight.group, tensor, ways)
+            for tensor, ways in self._tensors[part].values()
+            if any(self._parts.parameter_of(way.destination) == weight.parameter for way in ways)
+        }
+        for is_digested in kernels:
+            into = {name: like(live[name]) for name in (weight.parameter, weight.scales)}
+            pieces = _pieces(weight, held[weight.parameter].data, whole, into)
+            if pieces is None or not all(map(fits, pieces)):
+                raise WeightSyncError(f"no kernel quantises {tuple(recorded.shape)} in this form")
+            if is_digested:
+                pieces = [replace(piece, name=str(number)) for number, piece in enumerate(pieces)]
+            Fp8Copies(pieces).enqueue()
+            found += into.items()
+        return found
+
+
+def _kind(part: nn.Module) -> str:
+    return type(part).__name__
+
+
+def _own(part: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: own for name, own in part._parameters.items() if own is not None}
 
 
 def _sizes(weight: Fp8Weight) -> tuple[int, int]:
@@ -375,7 +397,7 @@ def _fill(matrix: torch.Tensor, weight: Fp8Weight, trial: int) -> None:
     unusual magnitudes to show that.
     """
     source = torch.Generator(matrix.device).manual_seed(trial)
-    matrix.normal_(0, 0.0 if weight.group == PER_TENSOR else 0.02, generator=source)
+    matrix.normal_(0, 0.0 if weight.group == PER_TENSOR else _SPREAD, generator=source)
     needed, shared_by = _needed(weight)
     high, wide = _sizes(weight)
     mantissas = 1 + torch.arange(_MANTISSAS) / _MANTISSAS
@@ -478,7 +500,7 @@ def like(own: torch.Tensor | None) -> torch.Tensor:
 
 
 def _candidates(name: str, recorded: torch.Tensor, live: Mapping[str, torch.Tensor]) -> Iterator[Fp8Weight]:
-    """Yield the ways in which a parameter may be quantised."""
+    """Yield the forms in which a parameter may be quantised, with any formula."""
     own = live[name]
     is_matrix = recorded.ndim in (2, 3) and recorded.is_contiguous()
     if own.dtype != torch.float8_e4m3fn or recorded.dtype != torch.bfloat16 or not is_matrix:
@@ -491,5 +513,4 @@ def _candidates(name: str, recorded: torch.Tensor, live: Mapping[str, torch.Tens
             continue
         for group in (PER_ROW, PER_TENSOR, Group(_BLOCK, _BLOCK)):
             if held.numel() == math.prod(_groups(group, shape)):
-                for formula in formulas(group):
-                    yield Fp8Weight(name, scales, group, formula, shape)
+                yield Fp8Weight(name, scales, group, formulas(group)[0], shape)

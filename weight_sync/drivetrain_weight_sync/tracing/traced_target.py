@@ -18,19 +18,22 @@ from torch import nn
 
 from drivetrain.errors import EngineStateError, WeightSyncError, WeightTransferFailed
 from drivetrain.types.weights import TensorSpec, WeightManifest
-from drivetrain_weight_sync.copying.device_copies import DeviceCopies, DeviceCopy, Launched, fits, window_of
+from drivetrain_weight_sync.copying.device_copies import DeviceCopies, DeviceCopy, Launched, fits, reaches, window_of
+from drivetrain_weight_sync.copying.fp8_copies import Fp8Piece
 from drivetrain_weight_sync.copying.waiting import wait_for
 from drivetrain_weight_sync.tensors.checkpoint_names import listed
 from drivetrain_weight_sync.tensors.dtypes import dtype_name, dtype_of
 from drivetrain_weight_sync.tensors.storages import storage_of
 from drivetrain_weight_sync.tracing.conversion import Conversion
 from drivetrain_weight_sync.tracing.derived_tensors import Derived
-from drivetrain_weight_sync.tracing.fp8_layers import FilledInPlace, Fp8Layers
+from drivetrain_weight_sync.tracing.fp8_layers import Fp8Layers
 from drivetrain_weight_sync.tracing.loader_trace import Copy, LoaderTrace, LoadWeights, trace_loader
 from drivetrain_weight_sync.tracing.quantised_parts import QuantisedParts, device_of, held_by
 
 _MOST_BATCHES: Final = 1024
 """Most tables of addresses kept. One describes a bucket or a whole update, and arenas seldom move."""
+_STEP_S: Final = 0.05
+"""Seconds for which requests wait while :meth:`TracedTarget.get_ready` tries; compiling a kernel takes longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,46 +250,68 @@ class TracedTarget:
     def digests_converted(self, tensors: Mapping[str, torch.Tensor], place: Hashable) -> Set[str]:
         """Return the converted tensors that one kernel for each part can copy and digest on a GPU."""
         self._conversions.pop(place, None)
-        parts = [part for part, names in self.converted_parts.items() if tensors.keys() >= set(names)]
-        if self._converter is None or not self._at_once or not parts:
+        converter = self._converter
+        if converter is None or not self._at_once or not self._filled_parts:
             return frozenset()
-        device = device_of(parts[0])
-        memory = torch.empty(max(map(self._converter.nbytes, parts)), dtype=torch.uint8, device=device)
+        pieces: list[Fp8Piece] = []
+        plain: list[DeviceCopy] = []
+        rest: list[nn.Module] = []
+        for part, of_part in self._filled_parts.items():
+            if tensors.keys() >= of_part.keys():
+                layer = self._fp8_layers.known.get(part)
+                ways = {name: (tensors[name], some) for name, (_, some) in of_part.items()}
+                own = dict(part.named_parameters(recurse=False, remove_duplicate=False))
+                made = None if layer is None else layer.pieces(converter, ways, own, _at_once)
+                if made is None:
+                    rest.append(part)
+                else:
+                    pieces += made[0]
+                    plain += made[1]
+        of_rest = max(map(converter.nbytes, rest), default=0)
+        memory = torch.empty(of_rest, dtype=torch.uint8, device=device_of(next(iter(self._filled_parts))))
         copies: dict[nn.Module, list[DeviceCopy]] = {}
-        in_place: dict[nn.Module, FilledInPlace] = {}
-        for part in parts:
-            fresh = self._converter.fresh(part, memory)
-            names = self.converted_parts[part]
-            if not self._fills.keys() >= set(names) or any(len(self._parts_of[name]) > 1 for name in names):
-                continue
+        for part in rest:
+            fresh = converter.fresh(part, memory)
             of_names = [
-                _at_once(
-                    name,
-                    tensors[name],
-                    [replace(copy, destination=fresh(copy.destination)) for copy in self._fills_of(name, part)],
-                )
-                for name in names
+                _at_once(name, tensors[name], [replace(way, destination=fresh(way.destination)) for way in ways])
+                for name, (_, ways) in self._filled_parts[part].items()
             ]
             if all(of_names):
                 copies[part] = [copy for of_name in of_names for copy in of_name]
-                ways = {name: (tensors[name], self._fills_of(name, part)) for name in names}
-                filled = frozenset(
-                    self._converter.parameter_of(way.destination) for _, some in ways.values() for way in some
-                )
-                layer = self._fp8_layers.of(part, filled)
-                if layer is not None:
-                    in_place[part] = FilledInPlace(layer, self._converter, ways, _at_once)
-        if not copies:
+        if not copies and not pieces:
             return frozenset()
         if len(self._conversions) >= _MOST_BATCHES:
             self._conversions.clear()
-        self._conversions[place] = made = Conversion(self._converter, copies, memory, in_place)
-        return made.names
+        self._conversions[place] = conversion = Conversion(converter, copies, memory, pieces, plain)
+        return conversion.names
+
+    @cached_property
+    def _filled_parts(self) -> dict[nn.Module, dict[str, tuple[torch.Tensor, list[Copy]]]]:
+        """Converted modules that copies fill: for each tensor, one of its form, and its copies into the module."""
+        return {
+            part: {
+                name: (torch.empty(self._specs[name].shape, device="meta"), self._fills_of(name, part))
+                for name in names
+            }
+            for part, names in self.converted_parts.items()
+            if self._fills.keys() >= set(names) and all(len(self._parts_of[name]) == 1 for name in names)
+        }
 
     @cached_property
     def _fp8_layers(self) -> Fp8Layers:
         assert self._converter is not None
-        return Fp8Layers(self._converter)
+        return Fp8Layers(self._converter, self._filled_parts)
+
+    def get_ready(self) -> bool:
+        """Find out how the engine quantises layers, for a while at a time."""
+        held = next((own for part in self._filled_parts for own in part.parameters(recurse=False)), None)
+        if held is None or not reaches(held):
+            return True
+        known = len(self._fp8_layers.known)
+        is_ready = self._fp8_layers.find(_STEP_S)
+        if len(self._fp8_layers.known) > known:
+            self._addresses = ()  # what was made for the others is made again
+        return is_ready
 
     def load_again(self, place: Hashable, among: Set[str]) -> Set[str]:
         """Replay the copies of an earlier load with this key, and convert what is made from them."""
