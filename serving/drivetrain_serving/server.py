@@ -50,7 +50,7 @@ class Server:
         self._socket = listening_port(self.config)
         try:
             serving = (
-                AppOnSocket(self._app, self._socket, self.config.shutdown_timeout)
+                AppOnSocket(self._app, self._socket, self.config)
                 if self.config.processes == 1
                 else FrontEnds(self._app, self._socket)
             )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import urllib.error
+import urllib.request
 from collections.abc import AsyncIterator, Collection
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
@@ -26,6 +28,11 @@ CONTROLS = {"Authorization": f"Bearer {CONTROL}"}
 FOUR: dict[str, object] = {"prompt": [5, 6], "max_tokens": 4, "temperature": 0, "ignore_eos": True}
 LONG: dict[str, object] = {"prompt": [5, 6], "max_tokens": 900, "ignore_eos": True}
 CHAT: dict[str, object] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "ignore_eos": True}
+
+LARGE = b'{"prompt": "' + b"a" * (12 << 20) + b'"}'
+"""A body that is larger than the servers here take, and than sockets hold."""
+OF_EACH_PROCESS = ("/v1/completions", "/update_weights", *(f"/sessions/s-{n}/v1/chat/completions" for n in range(4)))
+"""Paths that the owner, the front-end that accepted the connection, and either front-end answer."""
 
 
 class Running:
@@ -94,7 +101,7 @@ async def two_processes(engine: InferenceEngine, **more: Any) -> AsyncIterator[R
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def shared(served: InferenceEngine) -> AsyncIterator[Running]:
-    async with two_processes(served, max_body_bytes=1 << 16) as running:
+    async with two_processes(served, max_body_bytes=8 << 20) as running:
         yield running
 
 
@@ -210,18 +217,35 @@ async def test_an_abort_by_the_beginning_of_an_id_reaches_every_process(
 
 
 async def test_a_body_that_is_too_large_is_refused_wherever_it_goes(shared: Running, engine: InferenceEngine) -> None:
-    large = b'{"prompt": "' + b"a" * (1 << 17) + b'"}'
-    sessions = [f"/sessions/large-{number}/v1/chat/completions" for number in range(4)]
-    for path in ("/v1/completions", "/update_weights", *sessions):
-        answer = await shared.client.post(path, content=large, headers={"content-type": "application/json"})
+    for path in OF_EACH_PROCESS:
+        answer = await shared.client.post(path, content=LARGE, headers={"content-type": "application/json"})
         assert answer.status_code == 413, path
-    chunked = await shared.client.post("/update_weights", content=pieces_of(large))
+    chunked = await shared.client.post("/update_weights", content=pieces_of(LARGE))
     assert chunked.status_code == 413
 
 
+async def test_every_process_is_heard_by_clients_that_send_all_before_they_read(
+    shared: Running, engine: InferenceEngine
+) -> None:
+    """urllib closes the connection after each request, and sees a reset in place of an answer that it has not read."""
+    for path in OF_EACH_PROCESS:
+        for key, status in (("another-key-than-ours", 401), (CONTROL, 413)):
+            assert await asyncio.to_thread(sent_by_urllib, str(shared.client.base_url.join(path)), key) == status, path
+
+
+def sent_by_urllib(url: str, key: str) -> int:
+    headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
+    try:
+        urllib.request.urlopen(urllib.request.Request(url, LARGE, headers), timeout=HANGING)
+    except urllib.error.HTTPError as error:
+        error.close()
+        return error.code
+    raise AssertionError("it was not refused")
+
+
 async def pieces_of(body: bytes) -> AsyncIterator[bytes]:
-    for first in range(0, len(body), 5000):
-        yield body[first : first + 5000]
+    for first in range(0, len(body), 1 << 16):
+        yield body[first : first + (1 << 16)]
 
 
 async def test_adapters_of_a_folder_take_turns_in_two_processes(model: Path, adapters: Path) -> None:

@@ -63,8 +63,8 @@ async def _run(settings: Settings, port: socket.socket, called: socket.socket, o
     served = FrontEndEngine(engine, config, await Caller.over(owner, OWNER, "the engine's owner"))
     app = application(served)
     # Other front-ends pass requests on to the private socket: whatever comes there is answered here.
-    private = AppOnSocket(app, listening_path(places.front_end(settings.index)), config.shutdown_timeout)
-    public = AppOnSocket(PassesOn(app, places, settings.index, config), port, config.shutdown_timeout, shared=True)
+    private = AppOnSocket(app, listening_path(places.front_end(settings.index)), config)
+    public = AppOnSocket(PassesOn(app, places, settings.index, config), port, config, shared=True)
     await private.start()
     await public.start()
     gc.collect()

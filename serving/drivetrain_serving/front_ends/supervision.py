@@ -71,8 +71,7 @@ class FrontEnds(OtherProcesses):
             InvalidConfig: the folder for temporary files cannot hold Unix sockets.
             EngineStartError: one did not start.
         """
-        timeout = self._served.config.shutdown_timeout
-        self._serving = AppOnSocket(self._app, listening_path(self.places.owner), timeout)
+        self._serving = AppOnSocket(self._app, listening_path(self.places.owner), self._served.config)
         await self._serving.start()
         handle = await self._served.engine.handle()
         settings = [self._settings(index, handle) for index in range(self.places.count)]
