@@ -16,9 +16,10 @@ import pytest
 import pytest_asyncio
 from prometheus_client.parser import text_string_to_metric_families
 
-from drivetrain import InferenceEngine, create_engine
+from drivetrain import EngineStartError, InferenceEngine, create_engine
 from drivetrain_serving import Server, ServerConfig, SessionConfig
 from drivetrain_serving.front_ends.places import ANSWERED_BY_ANY
+from drivetrain_serving.server import Listening
 from engines import HANGING, until, until_idle, until_running
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -117,6 +118,12 @@ async def test_front_ends_answer_all_routes_that_generate(shared: Running, engin
     paths = (await shared.client.get("/openapi.json")).json()["paths"]
     posted = {path for path, methods in paths.items() if "post" in methods and methods["post"]["tags"] == ["api"]}
     assert ANSWERED_BY_ANY == {path for path in posted if not path.startswith("/sessions")}
+
+
+async def test_front_ends_do_without_torch(shared: Running, engine: InferenceEngine) -> None:
+    mapped = {Path(one.path).name for front_end in shared.front_ends().values() for one in front_end.memory_maps()}
+    assert not {name for name in mapped if "torch" in name}
+    assert {name for name in mapped if "tokenizers" in name}, "these are no names of libraries"
 
 
 async def test_keys_open_the_same_routes_in_every_process(shared: Running, engine: InferenceEngine) -> None:
@@ -305,3 +312,34 @@ async def test_a_front_end_that_is_killed_is_started_again(
         assert {answer.status_code for answer in await running.in_each("/v1/completions", **FOUR)} == {200}
         assert await running.answered("/sessions/{session}/v1/chat/completions") == counted
     assert not running.front_ends()
+
+
+async def test_front_ends_begin_before_the_engine_and_end_without_it(served: InferenceEngine) -> None:
+    others = begun()
+    async with Listening(ServerConfig(port=0, processes=2)):
+        processes = begun() - others
+        assert len(processes) == 2
+    assert not [one for one in processes if one.is_running()]
+
+
+async def test_a_front_end_that_ended_before_the_engine_had_started_is_named(served: InferenceEngine) -> None:
+    others = begun()
+    config = ServerConfig(port=0, processes=2)
+    async with Listening(config) as listening:
+        for process in begun() - others:
+            process.kill()
+            with pytest.raises(EngineStartError, match=r"front-end [01] did not start: .* its messages are above"):
+                async with Server(served, config, listening=listening):
+                    pass
+            break
+    assert begun() == others
+
+
+def begun() -> set[psutil.Process]:
+    """Return the front-ends of all servers in this process, whether they serve by now or not."""
+    found = set()
+    for process in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):
+            if process.status() != psutil.STATUS_ZOMBIE and "drivetrain_serving.front_ends" in process.cmdline():
+                found.add(process)
+    return found

@@ -16,6 +16,7 @@ from starlette.applications import Starlette
 from drivetrain.attached.engine import AttachedEngine, attach
 from drivetrain.engine.states import EngineState
 from drivetrain.errors import DrivetrainError
+from drivetrain.text.tokenizer import import_libraries_without_torch
 from drivetrain.types.handle import EngineHandle
 from drivetrain_serving.app import application
 from drivetrain_serving.config import ServerConfig
@@ -47,8 +48,15 @@ class Settings(msgspec.Struct, frozen=True):
 
 
 def main() -> None:
-    """Run a front-end; the arguments are the file descriptors of its three sockets."""
-    settings = msgspec.json.decode(sys.stdin.buffer.read(), type=Settings)
+    """Run a front-end; the arguments are the file descriptors of its three sockets.
+
+    It may be started before the engine: it imports all, and waits to be told its part of the server.
+    """
+    import_libraries_without_torch()
+    told = sys.stdin.buffer.read()
+    if not told:
+        return  # the owner has ended
+    settings = msgspec.json.decode(told, type=Settings)
     port, called, owner = (socket.socket(fileno=int(number)) for number in sys.argv[1:])
     sys.exit(asyncio.run(_run(settings, port, called, owner)))
 
