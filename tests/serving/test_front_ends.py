@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import socket
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Collection
@@ -18,6 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from drivetrain import EngineStartError, InferenceEngine, create_engine
 from drivetrain_serving import Server, ServerConfig, SessionConfig
+from drivetrain_serving.front_ends.calls import FRONT_END, Caller
 from drivetrain_serving.front_ends.places import ANSWERED_BY_ANY
 from drivetrain_serving.server import Listening
 from engines import HANGING, until, until_idle, until_running
@@ -320,6 +324,29 @@ async def test_front_ends_begin_before_the_engine_and_end_without_it(served: Inf
         processes = begun() - others
         assert len(processes) == 2
     assert not [one for one in processes if one.is_running()]
+
+
+async def test_processes_that_the_engine_forks_keep_no_front_end_waiting(served: InferenceEngine) -> None:
+    """They hold copies of the sockets on which front-ends are told their part."""
+    config = ServerConfig(port=0, processes=2)
+    async with Listening(config) as listening:
+        forked = os.fork()
+        if forked == 0:
+            signal.pause()
+        try:
+            async with Server(served, config, listening=listening) as server, httpx.AsyncClient() as client:
+                assert (await client.get(f"{server.url}/health")).status_code == 200
+        finally:
+            os.kill(forked, signal.SIGKILL)
+            await asyncio.to_thread(os.waitpid, forked, 0)
+
+
+async def test_a_front_end_sees_its_owner_leave_though_others_hold_the_socket() -> None:
+    here, there = socket.socketpair()
+    with here.dup(), there:
+        (await Caller.over(here, FRONT_END, "a front-end")).close()
+        there.settimeout(HANGING)
+        assert await asyncio.to_thread(there.recv, 1) == b""
 
 
 async def test_a_front_end_that_ended_before_the_engine_had_started_is_named(served: InferenceEngine) -> None:

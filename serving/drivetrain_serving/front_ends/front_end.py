@@ -33,7 +33,7 @@ _LOST_S: Final = 5.0
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """A front-end's part of the server, which it reads from standard input as JSON."""
+    """A front-end's part of the server, which it reads from standard input as one line of JSON."""
 
     index: int
     count: int
@@ -53,7 +53,9 @@ def main() -> None:
     It may be started before the engine: it imports all, and waits to be told its part of the server.
     """
     import_libraries_without_torch()
-    told = sys.stdin.buffer.read()
+    told = (
+        sys.stdin.buffer.readline()
+    )  # to its end would be too far: processes that the engine forks hold the other end
     if not told:
         return  # the owner has ended
     settings = msgspec.json.decode(told, type=Settings)

@@ -214,7 +214,7 @@ class _FrontEnd:
         assert self._process is not None
         assert self._process.stdin is not None
         with suppress(ConnectionError):  # it has ended; the call that follows says so
-            self._process.stdin.write(settings)
+            self._process.stdin.write(settings + b"\n")
             await self._process.stdin.drain()
         self._process.stdin.close()
 
