@@ -50,7 +50,8 @@ _GONE: Final = 499
 def create_app(engine: InferenceEngine, config: ServerConfig | None = None) -> Starlette:
     """Return an ASGI application that serves ``engine``.
 
-    Await ``app.state.sessions.close()`` at its end, which deletes recorded sessions; :class:`Server` does.
+    Await ``app.state.sessions.close()`` at its end, which deletes recorded sessions; :class:`Server` does. Under
+    another ASGI server, that server decides what happens to the rest of a body that is refused before its end.
 
     Args:
         engine: A started engine, or a fleet. The application does not end it.

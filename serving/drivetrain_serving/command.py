@@ -25,7 +25,7 @@ from drivetrain.engine.engine import InferenceEngine
 from drivetrain.errors import InvalidConfig
 from drivetrain_serving.config import ServerConfig, SessionConfig
 from drivetrain_serving.http_layer.request_records import log_to_stderr
-from drivetrain_serving.server import Server
+from drivetrain_serving.server import Listening, Server
 
 API_KEY_VARIABLE: Final = "DRIVETRAIN_API_KEY"
 CONTROL_KEY_VARIABLE: Final = "DRIVETRAIN_CONTROL_KEY"
@@ -139,9 +139,9 @@ def _engine(engines: list[InferenceEngine]) -> InferenceEngine:
 
 
 async def _serve(engine: InferenceEngine, config: ServerConfig) -> None:
-    async with started(engine) as until_end:
+    async with Listening(config) as listening, started(engine) as until_end:
         if until_end is not None:
-            async with Server(engine, config) as server:
+            async with Server(engine, config, listening=listening) as server:
                 sys.stdout.write(f"serving {engine.config.model} at {server.url}\n")
                 sys.stdout.flush()
                 await until_end()

@@ -14,6 +14,40 @@ from drivetrain_serving.front_ends.supervision import FrontEnds
 from drivetrain_serving.http_layer.app_on_socket import AppOnSocket, listening_port
 
 
+class Listening:
+    """A server's port and its front-ends, which start beside the engine.
+
+    Args:
+        config: The server's configuration.
+    """
+
+    def __init__(self, config: ServerConfig) -> None:
+        self.port = listening_port(config)
+        self.front_ends = FrontEnds(config, self.port) if config.processes > 1 else None
+
+    async def __aenter__(self) -> Self:
+        """Start the front-ends' processes, and do not wait for them."""
+        try:
+            if self.front_ends is not None:
+                await self.front_ends.begin()
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def close(self) -> None:
+        """End the front-ends, and leave the port."""
+        if self.front_ends is not None:
+            await self.front_ends.close()
+        self.port.close()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Close."""
+        await self.close()
+
+
 class Server:
     """Serves an engine by HTTP, in the event loop that starts it, until it is closed.
 
@@ -23,10 +57,14 @@ class Server:
     Args:
         engine: A started engine, or a fleet. The server does not close it.
         config: Address, names, keys and bounds.
+        listening: The port and the front-ends of this configuration, if they began before the engine was started.
     """
 
-    def __init__(self, engine: InferenceEngine, config: ServerConfig | None = None) -> None:
+    def __init__(
+        self, engine: InferenceEngine, config: ServerConfig | None = None, *, listening: Listening | None = None
+    ) -> None:
         self.config = config or ServerConfig()
+        self._listening = listening
         self._app = create_app(engine, self.config)
         self._socket: socket.socket | None = None
         self._ends = AsyncExitStack()
@@ -47,15 +85,16 @@ class Server:
             InvalidConfig: the address cannot be listened on.
             EngineStartError: a front-end did not start.
         """
-        self._socket = listening_port(self.config)
+        listening = self._listening or Listening(self.config)
+        self._socket = listening.port
         try:
-            serving = (
-                AppOnSocket(self._app, self._socket, self.config.shutdown_timeout)
-                if self.config.processes == 1
-                else FrontEnds(self._app, self._socket)
-            )
-            self._ends.push_async_callback(serving.close)
-            await serving.start()
+            if listening.front_ends is not None:
+                self._ends.push_async_callback(listening.front_ends.close)
+                await listening.front_ends.start(self._app)
+            else:
+                serving = AppOnSocket(self._app, listening.port, self.config)
+                self._ends.push_async_callback(serving.close)
+                await serving.start()
         except BaseException:
             await self.close()
             raise

@@ -453,6 +453,14 @@ async def test_cases_that_load_something_need_the_models_folder(engine: Inferenc
     assert (entry.verdict, "--model" in entry.message) == (Verdict.NOT_RUN, True)
 
 
+async def test_no_weights_are_lost_that_cannot_be_pushed_back(engine: InferenceEngine) -> None:
+    sleeps = {case.id for case in route_cases(Dialect.VLLM) if case.id.startswith("vllm_sleep/")}
+    async with serving(engine, Dialect.VLLM) as url:
+        entries = await run(url, sleeps)
+    assert not [entry for entry in entries if entry.verdict is Verdict.FAILED]
+    await require_ready_and_idle(engine)
+
+
 async def test_an_answer_is_held_to_the_weights_that_made_it(engine: InferenceEngine, material: Material) -> None:
     completion = (await engine.generate([5, 6], {"max_new_tokens": 8, "logprobs": 0})).completions[0]
     assert completion.logprobs is not None

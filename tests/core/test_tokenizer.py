@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ from drivetrain.errors import InvalidConfig
 from drivetrain.testing import tiny_model
 from drivetrain.text.tokenizer import Tokenizer
 from drivetrain.types.config import EngineConfig
+from drivetrain.types.prompts import ChatPrompt
 
 transformers = pytest.importorskip("transformers")
 
@@ -46,3 +50,44 @@ def test_a_folder_without_tokenizer_files_is_refused(tmp_path: Path, architectur
     with pytest.raises(InvalidConfig, match=r"(?s)no tokenizer could be loaded.*set tokenizer=") as refusal:
         Tokenizer.load(config)
     assert refusal.value.field == "tokenizer"
+
+
+WITHOUT_TORCH = """
+import json, sys
+from drivetrain.text.tokenizer import Tokenizer, import_libraries_without_torch
+from drivetrain.types.config import EngineConfig
+from drivetrain.types.prompts import ChatPrompt
+
+import_libraries_without_torch()
+told, text = [], sys.argv[1]
+for model in sys.argv[2:]:
+    config = EngineConfig(backend="transformers", model=model, trust_remote_code=True)
+    tokenizer = Tokenizer.load(config)
+    chat = ChatPrompt(messages=[{"role": "user", "content": text}])
+    told.append([tokenizer.fingerprint(), tokenizer.encode(chat), "torch" in sys.modules])
+print(json.dumps(told))
+"""
+
+
+def test_a_process_that_computes_nothing_tokenises_without_torch(tmp_path: Path) -> None:
+    """The second tokenizer is code of the model's folder, which imports torch by itself."""
+    plain, coded = str(tiny_model("qwen2")), tmp_path / "coded"
+    shutil.copytree(plain, coded)
+    (coded / "tokenization_own.py").write_text(
+        "import torch\nfrom transformers import PreTrainedTokenizerFast\n\n\n"
+        "class Own(PreTrainedTokenizerFast):\n    zero = int(torch.zeros(1))\n"
+    )
+    settings = json.loads((coded / "tokenizer_config.json").read_text())
+    own = {"auto_map": {"AutoTokenizer": [None, "tokenization_own.Own"]}, "tokenizer_class": "Own"}
+    (coded / "tokenizer_config.json").write_text(json.dumps(settings | own))
+    text = "Grüße , \t a ."
+    command = [sys.executable, "-W", "ignore", "-P", "-c", WITHOUT_TORCH, text, plain, str(coded)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert "PyTorch" not in ended.stderr
+    wanted = []
+    for model, imports_torch in ((plain, False), (str(coded), True)):
+        here = Tokenizer.load(EngineConfig(backend="transformers", model=model, trust_remote_code=True))
+        ids = here.encode(ChatPrompt.model_validate({"messages": [{"role": "user", "content": text}]}))
+        wanted.append([here.fingerprint(), ids, imports_torch])
+    assert json.loads(ended.stdout) == wanted

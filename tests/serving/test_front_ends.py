@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import socket
+import urllib.error
+import urllib.request
 from collections.abc import AsyncIterator, Collection
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
@@ -14,9 +19,11 @@ import pytest
 import pytest_asyncio
 from prometheus_client.parser import text_string_to_metric_families
 
-from drivetrain import InferenceEngine, create_engine
+from drivetrain import EngineStartError, InferenceEngine, create_engine
 from drivetrain_serving import Server, ServerConfig, SessionConfig
+from drivetrain_serving.front_ends.calls import FRONT_END, Caller
 from drivetrain_serving.front_ends.places import ANSWERED_BY_ANY
+from drivetrain_serving.server import Listening
 from engines import HANGING, until, until_idle, until_running
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -26,6 +33,11 @@ CONTROLS = {"Authorization": f"Bearer {CONTROL}"}
 FOUR: dict[str, object] = {"prompt": [5, 6], "max_tokens": 4, "temperature": 0, "ignore_eos": True}
 LONG: dict[str, object] = {"prompt": [5, 6], "max_tokens": 900, "ignore_eos": True}
 CHAT: dict[str, object] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "ignore_eos": True}
+
+LARGE = b'{"prompt": "' + b"a" * (12 << 20) + b'"}'
+"""A body that is larger than the servers here take, and than sockets hold."""
+OF_EACH_PROCESS = ("/v1/completions", "/update_weights", *(f"/sessions/s-{n}/v1/chat/completions" for n in range(4)))
+"""Paths that the owner, the front-end that accepted the connection, and either front-end answer."""
 
 
 class Running:
@@ -94,7 +106,7 @@ async def two_processes(engine: InferenceEngine, **more: Any) -> AsyncIterator[R
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def shared(served: InferenceEngine) -> AsyncIterator[Running]:
-    async with two_processes(served, max_body_bytes=1 << 16) as running:
+    async with two_processes(served, max_body_bytes=8 << 20) as running:
         yield running
 
 
@@ -110,6 +122,12 @@ async def test_front_ends_answer_all_routes_that_generate(shared: Running, engin
     paths = (await shared.client.get("/openapi.json")).json()["paths"]
     posted = {path for path, methods in paths.items() if "post" in methods and methods["post"]["tags"] == ["api"]}
     assert ANSWERED_BY_ANY == {path for path in posted if not path.startswith("/sessions")}
+
+
+async def test_front_ends_do_without_torch(shared: Running, engine: InferenceEngine) -> None:
+    mapped = {Path(one.path).name for front_end in shared.front_ends().values() for one in front_end.memory_maps()}
+    assert not {name for name in mapped if "torch" in name}
+    assert {name for name in mapped if "tokenizers" in name}, "these are no names of libraries"
 
 
 async def test_keys_open_the_same_routes_in_every_process(shared: Running, engine: InferenceEngine) -> None:
@@ -210,18 +228,35 @@ async def test_an_abort_by_the_beginning_of_an_id_reaches_every_process(
 
 
 async def test_a_body_that_is_too_large_is_refused_wherever_it_goes(shared: Running, engine: InferenceEngine) -> None:
-    large = b'{"prompt": "' + b"a" * (1 << 17) + b'"}'
-    sessions = [f"/sessions/large-{number}/v1/chat/completions" for number in range(4)]
-    for path in ("/v1/completions", "/update_weights", *sessions):
-        answer = await shared.client.post(path, content=large, headers={"content-type": "application/json"})
+    for path in OF_EACH_PROCESS:
+        answer = await shared.client.post(path, content=LARGE, headers={"content-type": "application/json"})
         assert answer.status_code == 413, path
-    chunked = await shared.client.post("/update_weights", content=pieces_of(large))
+    chunked = await shared.client.post("/update_weights", content=pieces_of(LARGE))
     assert chunked.status_code == 413
 
 
+async def test_every_process_is_heard_by_clients_that_send_all_before_they_read(
+    shared: Running, engine: InferenceEngine
+) -> None:
+    """urllib closes the connection after each request, and sees a reset in place of an answer that it has not read."""
+    for path in OF_EACH_PROCESS:
+        for key, status in (("another-key-than-ours", 401), (CONTROL, 413)):
+            assert await asyncio.to_thread(sent_by_urllib, str(shared.client.base_url.join(path)), key) == status, path
+
+
+def sent_by_urllib(url: str, key: str) -> int:
+    headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
+    try:
+        urllib.request.urlopen(urllib.request.Request(url, LARGE, headers), timeout=HANGING)
+    except urllib.error.HTTPError as error:
+        error.close()
+        return error.code
+    raise AssertionError("it was not refused")
+
+
 async def pieces_of(body: bytes) -> AsyncIterator[bytes]:
-    for first in range(0, len(body), 5000):
-        yield body[first : first + 5000]
+    for first in range(0, len(body), 1 << 16):
+        yield body[first : first + (1 << 16)]
 
 
 async def test_adapters_of_a_folder_take_turns_in_two_processes(model: Path, adapters: Path) -> None:
@@ -281,3 +316,57 @@ async def test_a_front_end_that_is_killed_is_started_again(
         assert {answer.status_code for answer in await running.in_each("/v1/completions", **FOUR)} == {200}
         assert await running.answered("/sessions/{session}/v1/chat/completions") == counted
     assert not running.front_ends()
+
+
+async def test_front_ends_begin_before_the_engine_and_end_without_it(served: InferenceEngine) -> None:
+    others = begun()
+    async with Listening(ServerConfig(port=0, processes=2)):
+        processes = begun() - others
+        assert len(processes) == 2
+    assert not [one for one in processes if one.is_running()]
+
+
+async def test_processes_that_the_engine_forks_keep_no_front_end_waiting(served: InferenceEngine) -> None:
+    """They hold copies of the sockets on which front-ends are told their part."""
+    config = ServerConfig(port=0, processes=2)
+    async with Listening(config) as listening:
+        forked = os.fork()
+        if forked == 0:
+            signal.pause()
+        try:
+            async with Server(served, config, listening=listening) as server, httpx.AsyncClient() as client:
+                assert (await client.get(f"{server.url}/health")).status_code == 200
+        finally:
+            os.kill(forked, signal.SIGKILL)
+            await asyncio.to_thread(os.waitpid, forked, 0)
+
+
+async def test_a_front_end_sees_its_owner_leave_though_others_hold_the_socket() -> None:
+    here, there = socket.socketpair()
+    with here.dup(), there:
+        (await Caller.over(here, FRONT_END, "a front-end")).close()
+        there.settimeout(HANGING)
+        assert await asyncio.to_thread(there.recv, 1) == b""
+
+
+async def test_a_front_end_that_ended_before_the_engine_had_started_is_named(served: InferenceEngine) -> None:
+    others = begun()
+    config = ServerConfig(port=0, processes=2)
+    async with Listening(config) as listening:
+        for process in begun() - others:
+            process.kill()
+            with pytest.raises(EngineStartError, match=r"front-end [01] did not start: .* its messages are above"):
+                async with Server(served, config, listening=listening):
+                    pass
+            break
+    assert begun() == others
+
+
+def begun() -> set[psutil.Process]:
+    """Return the front-ends of all servers in this process, whether they serve by now or not."""
+    found = set()
+    for process in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):
+            if process.status() != psutil.STATUS_ZOMBIE and "drivetrain_serving.front_ends" in process.cmdline():
+                found.add(process)
+    return found

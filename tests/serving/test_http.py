@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import AsyncGenerator
+from contextlib import nullcontext
 
 import httpx
 import pytest
@@ -104,18 +104,6 @@ async def test_a_bad_body_is_refused(
         assert response.json()["error"]["code"] == status
 
 
-@asynccontextmanager
-async def begun_request(
-    server: Server, head: bytes
-) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """Send a request's first headers and ``head``, and nothing after it."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rpartition(":")[2]))
-    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n" + head + b"\r\n\r\n")
-    async with asyncio.timeout(HANGING):
-        yield reader, writer
-    writer.close()
-
-
 async def test_a_body_without_a_length_is_bounded_too(server: Server) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rpartition(":")[2]))
     writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n")
@@ -133,32 +121,14 @@ async def test_a_body_without_a_length_is_bounded_too(server: Server) -> None:
     assert sent < 64 << 20, "it was read on"
 
 
-@pytest.mark.parametrize("announced", [True, False])
-async def test_a_client_that_sends_too_much_first_and_reads_then_is_answered(
-    engine: InferenceEngine, announced: bool
-) -> None:
-    """The body is larger than what sockets hold, so that a server that closes at once resets the connection."""
-    most, size = 8 << 20, 15 << 20
-    head = b"content-length: %d" % size if announced else b"transfer-encoding: chunked"
-    body = b" " * size if announced else b"%x\r\n" % size + b" " * size + b"\r\n0\r\n\r\n"
-    async with Server(engine, ServerConfig(port=0, max_body_bytes=most)) as server:
-        async with begun_request(server, head) as (reader, writer):
-            writer.write(body)
-            await writer.drain()
-            assert b" 413 " in await reader.readline()
-
-
-async def test_a_client_that_asks_before_it_sends_too_much_is_answered_at_once(engine: InferenceEngine) -> None:
-    async with Server(engine, ServerConfig(port=0, max_body_bytes=100)) as server:
-        async with begun_request(server, b"expect: 100-continue\r\ncontent-length: 101") as (reader, _):
-            assert b" 413 " in await reader.readline()
-
-
 async def test_a_body_that_does_not_come_is_given_up(engine: InferenceEngine) -> None:
     async with Server(engine, ServerConfig(port=0, body_timeout=0.2)) as server:
-        async with begun_request(server, b"content-length: 100") as (reader, writer):
-            writer.write(b"{")
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rpartition(":")[2]))
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n")
+        writer.write(b"content-length: 100\r\n\r\n{")
+        async with asyncio.timeout(HANGING):
             assert b" 408 " in await reader.readline()
+        writer.close()
 
 
 @pytest.mark.parametrize("leaves", [False, True], ids=["takes nothing", "leaves"])

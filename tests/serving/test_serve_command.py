@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -106,6 +107,25 @@ def test_no_process_outlives_one_that_is_killed(model: Path) -> None:
         server.kill()
         psutil.wait_procs(processes, HANGING)
         assert not [one for one in processes if one.is_running()]
+
+
+def test_no_process_outlives_one_that_is_killed_while_the_engine_starts(model: Path) -> None:
+    command = [sys.executable, "-W", "ignore", "-m", "drivetrain", "serve", "--model", str(model), "--port", "0"]
+    with subprocess.Popen([*command, "--processes", "2"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as server:
+        while len(processes := psutil.Process(server.pid).children()) < 2:
+            time.sleep(0.01)
+        server.kill()
+        psutil.wait_procs(processes, HANGING)
+        assert not [one for one in processes if one.is_running()]
+
+
+def test_a_port_that_is_taken_is_told_before_the_engine_starts(model: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        ended = warm_python.run("-m", "drivetrain", "serve", "--model", str(model), "--port", port)
+    assert ended.returncode != 0
+    assert f"port={port}" in ended.stderr
+    assert "starting" not in ended.stderr
 
 
 @pytest.mark.slow

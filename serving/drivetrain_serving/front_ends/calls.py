@@ -6,6 +6,7 @@ import asyncio
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Final
 
@@ -105,12 +106,14 @@ class Caller:
 
     Args:
         client: The connection.
+        connected: Its socket.
         methods: The calls.
         who: Names the other process in errors.
     """
 
-    def __init__(self, client: RpcClient, methods: Mapping[str, Method], who: str) -> None:
+    def __init__(self, client: RpcClient, connected: socket.socket, methods: Mapping[str, Method], who: str) -> None:
         self._client = client
+        self._connected = connected
         self._methods = methods
         self._who = who
 
@@ -123,7 +126,7 @@ class Caller:
 
         loop = asyncio.get_running_loop()
         _, client = await loop.connect_accepted_socket(lambda: RpcClient(lost), connected)
-        return cls(client, methods, who)
+        return cls(client, connected, methods, who)
 
     async def call(self, name: str, *arguments: object) -> object:
         """Call a method.
@@ -137,4 +140,6 @@ class Caller:
     def close(self) -> None:
         """Close the socket, by which the other process knows that this one needs it no more."""
         self._client.fail(partial(ConnectionLost, f"{self._who} was ended"))
+        with suppress(OSError):  # it was closed by the other process
+            self._connected.shutdown(socket.SHUT_RDWR)  # processes that the engine forked may hold the socket, too
         self._client.close()

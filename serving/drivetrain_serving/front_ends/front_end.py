@@ -16,6 +16,7 @@ from drivetrain.attached.engine import AttachedEngine, attach
 from drivetrain.engine.states import EngineState
 from drivetrain.errors import DrivetrainError
 from drivetrain.process.garbage_collection import steady_garbage_collection
+from drivetrain.text.tokenizer import import_libraries_without_torch
 from drivetrain.types.handle import EngineHandle
 from drivetrain_serving.app import application
 from drivetrain_serving.config import ServerConfig
@@ -32,7 +33,7 @@ _LOST_S: Final = 5.0
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """A front-end's part of the server, which it reads from standard input as JSON."""
+    """A front-end's part of the server, which it reads from standard input as one line of JSON."""
 
     index: int
     count: int
@@ -47,8 +48,16 @@ class Settings(msgspec.Struct, frozen=True):
 
 
 def main() -> None:
-    """Run a front-end; the arguments are the file descriptors of its three sockets."""
-    settings = msgspec.json.decode(sys.stdin.buffer.read(), type=Settings)
+    """Run a front-end; the arguments are the file descriptors of its three sockets.
+
+    It may be started before the engine: it imports all, and waits to be told its part of the server.
+    """
+    import_libraries_without_torch()
+    # A line, not all: processes that the engine forks hold the other end, too.
+    told = sys.stdin.buffer.readline()
+    if not told:
+        return  # the owner has ended
+    settings = msgspec.json.decode(told, type=Settings)
     port, called, owner = (socket.socket(fileno=int(number)) for number in sys.argv[1:])
     sys.exit(asyncio.run(_run(settings, port, called, owner)))
 
@@ -63,8 +72,8 @@ async def _run(settings: Settings, port: socket.socket, called: socket.socket, o
     served = FrontEndEngine(engine, config, await Caller.over(owner, OWNER, "the engine's owner"))
     app = application(served)
     # Other front-ends pass requests on to the private socket: whatever comes there is answered here.
-    private = AppOnSocket(app, listening_path(places.front_end(settings.index)), config.shutdown_timeout)
-    public = AppOnSocket(PassesOn(app, places, settings.index, config), port, config.shutdown_timeout, shared=True)
+    private = AppOnSocket(app, listening_path(places.front_end(settings.index)), config)
+    public = AppOnSocket(PassesOn(app, places, settings.index, config), port, config, shared=True)
     await private.start()
     await public.start()
     with steady_garbage_collection(holds_model=False):

@@ -48,52 +48,63 @@ class FrontEnds(OtherProcesses):
     """All front-ends of a server, and the application to which they pass requests on. Restarts one that ends.
 
     Args:
-        app: The application, which listens on a Unix socket.
+        config: The server's configuration.
         port: The bound socket of the public port, on which the front-ends accept.
     """
 
-    def __init__(self, app: Starlette, port: socket.socket) -> None:
-        served: ServedEngine = app.state.served
-        self._app = app
-        self._served = served
+    def __init__(self, config: ServerConfig, port: socket.socket) -> None:
+        self._config = config
         self._port = port
         self._folder = OwnedFolder(Path(tempfile.gettempdir()), _FOLDER)
         self._serving: AppOnSocket | None = None
-        count = served.config.processes
+        self._served: ServedEngine | None = None
+        count = config.processes
         self.places = Places(self._folder.path, count)
         self._each = [_FrontEnd(index, port) for index in range(count)]
         self._running: list[asyncio.Task[None]] = []
+        self._closed = False
 
-    async def start(self) -> None:
-        """Start them all.
+    async def begin(self) -> None:
+        """Start the processes, which import what they need while the engine starts."""
+        await gather_or_cancel(one.begin() for one in self._each)
+
+    async def start(self, app: Starlette) -> None:
+        """Let them serve, and start those that have not begun.
+
+        Args:
+            app: The application, which listens on a Unix socket.
 
         Raises:
             InvalidConfig: the folder for temporary files cannot hold Unix sockets.
             EngineStartError: one did not start.
         """
-        timeout = self._served.config.shutdown_timeout
-        self._serving = AppOnSocket(self._app, listening_path(self.places.owner), timeout)
+        served: ServedEngine = app.state.served
+        self._served = served
+        self._serving = AppOnSocket(app, listening_path(self.places.owner), self._config)
         await self._serving.start()
-        handle = await self._served.engine.handle()
+        handle = await served.engine.handle()
         settings = [self._settings(index, handle) for index in range(self.places.count)]
-        owner = _Owner(self._served)
+        owner = _Owner(served)
         await gather_or_cancel(
             one.start(msgspec.json.encode(its), owner) for one, its in zip(self._each, settings, strict=True)
         )
         self._running = [asyncio.ensure_future(one.keep_running()) for one in self._each]
-        self._served.others = self
+        served.others = self
 
     def _settings(self, index: int, handle: EngineHandle) -> Settings:
-        config = _part_of(self._served.config, self.places.count).model_dump_json()
+        config = _part_of(self._config, self.places.count).model_dump_json()
         return Settings(index, self.places.count, str(self.places.folder), handle.address, handle.key, config)
 
     async def close(self) -> None:
         """Let them accept no more requests, give those in flight ``shutdown_timeout`` to end, and end them."""
+        if self._closed:
+            return
+        self._closed = True
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
         self._port.close()
-        patience = self._served.config.shutdown_timeout + _END_S
+        patience = self._config.shutdown_timeout + _END_S
         # A front-end may wait for an answer of another one, so that all end before one is gone.
         await asyncio.gather(*(one.drain(patience) for one in self._each))
         await asyncio.gather(*(one.end() for one in self._each))
@@ -121,6 +132,7 @@ class FrontEnds(OtherProcesses):
 
     async def _of_each(self, name: str, *arguments: object) -> Sequence[object]:
         """Call every front-end that runs."""
+        assert self._served is not None
         seconds = self._served.engine.config.timeouts.control
         async with deadline(seconds, f"the front-ends to answer {name}"):
             answers = await asyncio.gather(*(one.ask(name, *arguments) for one in self._each))
@@ -155,20 +167,18 @@ class _FrontEnd:
         self._settings = b""
         self._owner: OwnerCalls | None = None
         self._process: asyncio.subprocess.Process | None = None
+        self._waiting: tuple[socket.socket, socket.socket] | None = None
+        """Sockets of a process that has begun and that waits to be told its part."""
         self._caller: Caller | None = None
         self._before = Counted()
         """Numbers of the processes that have ended, as they last told them."""
         self._told = Counted()
 
-    async def start(self, settings: bytes, owner: OwnerCalls) -> None:
-        """Start the process, and wait until it serves.
-
-        Raises:
-            EngineStartError: it ended, or took too long.
-        """
-        self._settings, self._owner = settings, owner
+    async def begin(self) -> None:
+        """Start the process, which imports what it needs and then waits."""
         called, called_there = socket.socketpair()
         calling, calling_there = socket.socketpair()
+        self._waiting = (called, calling)
         there = (self._port, called_there, calling_there)
         fds = [one.fileno() for one in there]
         command = (sys.executable, "-P", "-X", "faulthandler", "-m", "drivetrain_serving.front_ends", *map(str, fds))
@@ -177,6 +187,19 @@ class _FrontEnd:
         )
         called_there.close()
         calling_there.close()
+
+    async def start(self, settings: bytes, owner: OwnerCalls) -> None:
+        """Let the process serve, and wait until it does.
+
+        Raises:
+            EngineStartError: it ended, or took too long.
+        """
+        self._settings, self._owner = settings, owner
+        if self._waiting is None:
+            await self.begin()
+        assert self._waiting is not None
+        called, calling = self._waiting
+        self._waiting = None
         self._caller = await Caller.over(called, FRONT_END, f"front-end {self._index}")
         await answer(calling, OWNER, owner)
         try:
@@ -191,7 +214,7 @@ class _FrontEnd:
         assert self._process is not None
         assert self._process.stdin is not None
         with suppress(ConnectionError):  # it has ended; the call that follows says so
-            self._process.stdin.write(settings)
+            self._process.stdin.write(settings + b"\n")
             await self._process.stdin.drain()
         self._process.stdin.close()
 
@@ -257,6 +280,11 @@ class _FrontEnd:
 
     async def end(self) -> None:
         """End the process; one that does not end in time is killed."""
+        if self._waiting is not None:
+            for one in self._waiting:
+                one.close()
+            self._waiting = None
+            self._kill()  # it holds nothing yet
         if self._process is None:
             return
         if self._caller is not None:
@@ -267,9 +295,13 @@ class _FrontEnd:
                 await self._process.wait()
         except TimeoutError:
             _LOGGER.warning("front-end %d did not end within %g s and is killed", self._index, _END_S)
+            self._kill()
+            await self._process.wait()
+
+    def _kill(self) -> None:
+        if self._process is not None:
             with suppress(ProcessLookupError):
                 self._process.kill()
-            await self._process.wait()
 
 
 def _part_of(config: ServerConfig, count: int) -> ServerConfig:

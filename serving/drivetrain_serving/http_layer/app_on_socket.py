@@ -14,6 +14,7 @@ from starlette.types import ASGIApp
 
 from drivetrain.errors import InvalidConfig
 from drivetrain_serving.config import ServerConfig
+from drivetrain_serving.http_layer.unread_bodies import ClosesUnlessContinued, reads_on
 
 _KEEP_ALIVE_S: Final = 75
 """Seconds that an idle connection stays open: clients that keep connections take 5 s or more for granted."""
@@ -43,25 +44,24 @@ class AppOnSocket:
     Args:
         app: The application.
         listening: The socket.
-        shutdown_timeout: Seconds that requests in flight get to end.
+        config: The server's bounds.
         shared: Other processes accept on this socket, too: leave them their part of many connections at once.
     """
 
-    def __init__(
-        self, app: ASGIApp, listening: socket.socket, shutdown_timeout: float, *, shared: bool = False
-    ) -> None:
+    def __init__(self, app: ASGIApp, listening: socket.socket, config: ServerConfig, *, shared: bool = False) -> None:
         self._socket = listening
         self._server = _Announcing(
             uvicorn.Config(
-                app,
+                ClosesUnlessContinued(app),
                 lifespan="off",
-                http="h11",  # httptools limits no headers
+                http=reads_on(config),
+                ws="none",  # no route is one
                 log_config=None,
                 access_log=False,
                 server_header=False,
                 backlog=1 if shared else _BACKLOG,  # also how many connections asyncio accepts at one wake-up
                 timeout_keep_alive=_KEEP_ALIVE_S,
-                timeout_graceful_shutdown=round(shutdown_timeout),
+                timeout_graceful_shutdown=round(config.shutdown_timeout),
             )
         )
         self._serving: asyncio.Task[None] | None = None

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from contextlib import suppress
-from typing import Final, TypeVar
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TypeVar
 
 import msgspec
 from pydantic import BaseModel
@@ -18,8 +17,6 @@ from drivetrain_serving.config import ServerConfig
 
 _T = TypeVar("_T")
 _M = TypeVar("_M", bound=BaseModel)
-_DISCARDING_S: Final = 5.0
-"""Seconds in which the rest of a body that is too large is read, before its client is answered."""
 
 
 async def read_body(request: Request, config: ServerConfig) -> bytes:
@@ -29,38 +26,21 @@ async def read_body(request: Request, config: ServerConfig) -> bytes:
         HTTPException: 413, it is larger than ``max_body_bytes``; 408, it took longer than ``body_timeout``.
     """
     most = config.max_body_bytes
-    announced, body = request.headers.get("content-length", ""), request.stream()
+    announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > most:
-        why = f"the body has {announced} bytes; at most {most} are taken"
-        if request.headers.get("expect", "").lower() == "100-continue":
-            raise HTTPException(413, why)  # the client sends nothing before it is told to
-        raise await _too_large(body, why, 2 * most)
+        raise HTTPException(413, f"the body has {announced} bytes; at most {most} are taken")
     parts: list[bytes] = []
     size = 0
     try:
         async with asyncio.timeout(config.body_timeout):
-            async for part in body:
+            async for part in request.stream():
                 size += len(part)
                 if size > most:
-                    raise await _too_large(body, f"the body has more than {most} bytes", most)
+                    raise HTTPException(413, f"the body has more than {most} bytes")
                 parts.append(part)
     except TimeoutError:
         raise HTTPException(408, f"the body did not come within {config.body_timeout:g} s") from None
     return b"".join(parts)
-
-
-async def _too_large(body: AsyncGenerator[bytes, None], why: str, more: int) -> HTTPException:
-    """Discard the rest of a body, or about ``more`` bytes of it, and return the error.
-
-    A connection that is closed with bytes unread is reset, often before the client has read the answer.
-    """
-    with suppress(TimeoutError):
-        async with asyncio.timeout(_DISCARDING_S):
-            async for part in body:
-                more -= len(part)
-                if more < 0:
-                    break
-    return HTTPException(413, why)
 
 
 async def read_json(request: Request, config: ServerConfig, *, wants_type: bool = False) -> dict[str, object]:

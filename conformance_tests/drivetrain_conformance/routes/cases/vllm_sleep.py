@@ -18,17 +18,21 @@ async def asleep(target: Target) -> AsyncIterator[bool]:
     """Put the server to sleep for the block, and leave it awake with its weights; yield if it kept them.
 
     A server that cannot keep its weights, and says so by 501, sleeps at level 2; then they are pushed back.
+
+    Raises:
+        CannotRun: the weights would be lost, and the model's folder was not given.
     """
     keeps = (await target.ask("POST", "/sleep", query={"level": "1"})).status != 501
     version = await version_of(target)
-    if not keeps:
+    lost = None if keeps else target.material.model
+    if lost is not None:
         await target.post("/sleep", level="2")
     try:
         yield keeps
     finally:
         await target.post("/wake_up")
-        if not keeps:
-            await push(target, target.material.model, version)
+        if lost is not None:
+            await push(target, lost, version)
             await target.post("/resume")
 
 
