@@ -6,8 +6,11 @@ import dataclasses
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 
-from drivetrain import Capability
+import pytest
+
+from drivetrain import Capability, InvalidConfig
 from drivetrain.backend.base import Backend, EngineStats
+from drivetrain.backend.toolkit.model_folder import config_levels
 from drivetrain.types.config import EngineConfig
 from drivetrain_conformance.cases import all_cases
 from drivetrain_conformance.harness.run_profile import PROFILES
@@ -46,21 +49,80 @@ class KeepsNoCache(CorrectBackend):
         return dataclasses.replace(stats, kv_cache_bytes=stats.kv_cache_bytes if stats.running else 0)
 
 
-def right(backend: type[Backend]) -> type[Backend]:
-    return mixed(backend, KeepsNoCache)
+class RunsTwoAtOnce(CorrectBackend):
+    """Runs two requests at once, and lets others wait for one of them to end."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config.model_copy(update={"max_num_seqs": 2}))
 
 
-def judgements() -> dict[str, Judgement]:
+class ServesText(CorrectBackend):
+    """Serves models of text alone, and refuses others before they start."""
+
+    @classmethod
+    def capabilities(cls, config: EngineConfig) -> frozenset[Capability]:
+        return super().capabilities(config) - {Capability.IMAGES, Capability.VIDEO, Capability.AUDIO}
+
+    @classmethod
+    def validate(cls, config: EngineConfig) -> None:
+        for fields in config_levels(config.model):
+            if {"vision_config", "audio_config"} & set(fields):
+                raise InvalidConfig("this engine serves models of text alone", field="model")
+        super().validate(config)
+
+
+class HasNoSeeds(CorrectBackend):
+    """Draws from one stream of random numbers, so that no request has a seed of its own."""
+
+    @classmethod
+    def capabilities(cls, config: EngineConfig) -> frozenset[Capability]:
+        return super().capabilities(config) - {Capability.SEED}
+
+
+class CannotReadWeights(CorrectBackend):
+    """Keeps weights in a form that cannot be read back, and names the class of a model that it does not serve."""
+
+    @classmethod
+    def capabilities(cls, config: EngineConfig) -> frozenset[Capability]:
+        return super().capabilities(config) - {Capability.READ_WEIGHTS}
+
+    @classmethod
+    def validate(cls, config: EngineConfig) -> None:
+        for fields in config_levels(config.model):
+            if fields.get("architectures") == ["DeepseekV3ForCausalLM"]:
+                raise InvalidConfig("a DeepseekV3ForCausalLM is not served", field="model")
+        super().validate(config)
+
+
+RIGHT: dict[type[CorrectBackend], dict[str, Verdict]] = {
+    KeepsNoCache: {**dict.fromkeys(CASES, Verdict.PASSED), OF_PREFIXES: Verdict.REFUSED},
+    RunsTwoAtOnce: {"streaming/tokens_come_while_others_are_generated": Verdict.PASSED},
+    ServesText: {
+        "multimodal/another_image_has_another_answer": Verdict.REFUSED,
+        "multimodal/another_video_has_another_answer": Verdict.REFUSED,
+        "multimodal/another_sound_has_another_answer": Verdict.REFUSED,
+        "openai/images_in_messages_reach_the_prompt": Verdict.REFUSED,
+    },
+    CannotReadWeights: {"weight_sync/tied_weights_are_pushed_once_and_used_twice": Verdict.PASSED},
+    HasNoSeeds: {"openai/answers_are_json_where_tokens_cannot_be_drawn": Verdict.PASSED},
+}
+"""Backends, and what the suite must say of them."""
+
+
+def judgements(kind: type[CorrectBackend]) -> dict[str, Judgement]:
+    def right(backend: type[Backend]) -> type[Backend]:
+        return mixed(backend, kind)
+
     cases = {case.id: case for case in all_cases()}
-    made = Mutant("keeps_no_cache", "Keeps no cache.", CASES[0], ("",), spoil_backend=right)
+    made = Mutant(kind.__name__, "Is right.", next(iter(RIGHT[kind])), ("",), spoil_backend=right)
     with Runner(suite_of_mutant("transformers", made)(), profile=PROFILES["smoke"]) as runner:
-        return {name: runner.execute(cases[name]).judgement for name in (*CASES, OF_PREFIXES)}
+        return {name: runner.execute(cases[name]).judgement for name in RIGHT[kind]}
 
 
-def test_an_engine_that_keeps_no_cache_between_requests_is_green() -> None:
+@pytest.mark.parametrize("kind", RIGHT, ids=lambda kind: kind.__name__)
+def test_an_engine_that_is_right_is_green(kind: type[CorrectBackend]) -> None:
     # Cases that measure memory count what is allocated, and a process of many tests has freed memory to hand out again.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as own_process:
-        judged = own_process.submit(judgements).result()
+        judged = own_process.submit(judgements, kind).result()
     assert {name: one.message for name, one in judged.items() if one.verdict is Verdict.FAILED} == {}
-    assert {name: judged[name].verdict for name in CASES} == dict.fromkeys(CASES, Verdict.PASSED)
-    assert judged[OF_PREFIXES].verdict is Verdict.REFUSED
+    assert {name: one.verdict for name, one in judged.items()} == RIGHT[kind]

@@ -79,3 +79,4 @@ def test_eos_ids_are_those_that_any_source_names() -> None:
     assert eos_token_ids(none, one) == (3,)
     assert eos_token_ids(two, none, one, object()) == (4, 3, 5)
     assert eos_token_ids(none) == ()
+    assert eos_token_ids({"eos_token_id": [4, 3]}, {"eos_token_id": 5}, {}) == (4, 3, 5)

@@ -290,7 +290,8 @@ class Player:
         name = await self._generate(len(self._requests) % len(self._prompts), SHORT, 1, streamed=False)
         if name is not None and self._contract.requests[name].fate is Fate.RUNNING:
             await self._await_end(name)
-            self._begun.update(earlier)
+            # Some engines score a prompt in a pass of its own, before the request's first token.
+            self._begun.update(one for one in earlier if not self._requests[one].fields.scores)
 
     async def _proceed(self, names: Sequence[str], tokens: int) -> None:
         running = [self._requests[name] for name in names if self._requests[name].streamed]

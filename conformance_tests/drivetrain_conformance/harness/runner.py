@@ -104,10 +104,10 @@ class Runner:
             try:
                 missing = case.needs - self._claimed_with(kind, wanted)
             except InvalidConfig:
-                # A backend need not know a configuration field of a capability that it lacks; the body's calls are
-                # still refused.
+                # A backend need not know a configuration field of a capability that it lacks, or a kind of model that
+                # needs one; the body's calls are still refused.
                 wanted = {}
-                missing = case.needs - self._claimed_with(kind, wanted)
+                kind, missing = self._refusing(case)
                 if not missing:
                     raise
         except UnsupportedCapability as error:  # the configuration itself is refused
@@ -147,6 +147,16 @@ class Runner:
             return Judgement(Verdict.FAILED, f"the engine did not start: {describe(error)}"), error
         judged, raised = self._run_body(case, self._bench(case, model, wanted, engine, attempt), missing)
         return self._looked_at_afterwards(case, judged, children), raised
+
+    def _refusing(self, case: Case) -> tuple[ModelKind, frozenset[Capability]]:
+        """Return the model for a case whose configuration is refused, and what an engine of it leaves unclaimed.
+
+        It is the text model if the backend serves no model of the case's kind.
+        """
+        try:
+            return case.model, case.needs - self._claimed_with(case.model, {})
+        except InvalidConfig:
+            return ModelKind.TEXT, case.needs - self._claimed_with(ModelKind.TEXT, {})
 
     def _open_engine_lacks(self, case: Case) -> frozenset[Capability]:
         """Return the capabilities that a case needs and the open engine lacks; if any, it can refuse the case."""

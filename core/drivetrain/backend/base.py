@@ -134,6 +134,7 @@ class GenerateResult:
     weight_versions: list[VersionSpan]
     """The weights that each token was sampled with. For a prompt that is only scored: one empty span of the version
     that scored it. An empty list: unknown, so ``InferenceEngine`` has it scored again if the weights changed meanwhile.
+    Other samples without a token have an empty list: they were aborted before their first one.
     """
     matched_stop: int | None = None
     """The stop token id that ended the sample. (Stop strings and regexes are matched by ``InferenceEngine``.)"""

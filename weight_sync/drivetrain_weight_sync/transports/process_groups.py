@@ -369,6 +369,11 @@ class Groups:
     def join(self, spec: CommunicatorSpec, rank: int, device: torch.device) -> None:
         """Form a group, waiting for the other ranks.
 
+        Args:
+            spec: Name, size and address of the group.
+            rank: This worker's rank in the group: ``spec.rank_offset`` plus its rank in the engine.
+            device: Device of its buffers; a GPU for NCCL.
+
         Raises:
             InvalidRequest: this worker is in a group of that name already.
             DeadlineExceeded, WeightSyncError: it does not form.

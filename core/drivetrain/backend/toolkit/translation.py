@@ -134,10 +134,13 @@ def context_length_of(own: int, configured: int | None) -> int:
 
 
 def eos_token_ids(*sources: object) -> tuple[int, ...]:
-    """Collect ``eos_token_id`` of all sources, such as a model's configurations and its tokenizer."""
+    """Collect ``eos_token_id`` of all sources: a model's configurations, its tokenizer, or fields of its JSON files.
+
+    A source without it counts for nothing.
+    """
     found: dict[int, None] = {}
     for source in sources:
-        named = getattr(source, "eos_token_id", None)
+        named = source.get("eos_token_id") if isinstance(source, Mapping) else getattr(source, "eos_token_id", None)
         for token_id in named if isinstance(named, list | tuple) else [named]:
             if token_id is not None:
                 found[int(token_id)] = None
