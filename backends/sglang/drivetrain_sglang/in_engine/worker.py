@@ -207,6 +207,8 @@ class Worker(RankWeights):
                 return
             self._settle()
         self._scheduler.pause_generation(PauseGenerationReqInput(mode=mode.value))
+        if mode is PauseMode.RETRACT:
+            self._mark_waiting()  # a request that was frozen in place through an update has an older mark
         # SGLang's watchdog ends the engine if a current batch takes no step for watchdog_timeout, 300 s by default.
         if hasattr(self._scheduler, _WATCHED):
             setattr(self._scheduler, _WATCHED, None)
@@ -320,8 +322,7 @@ class Worker(RankWeights):
         """Free the cached prefixes if no running request holds any; only running requests can match them any more."""
         forget_embeddings()
         self.cache_epochs.renew()
-        for req in self._waiting():
-            req.extra_key = self.cache_epochs.marked_again(req.extra_key)
+        self._mark_waiting()
         flush = self._scheduler.flush_cache
         # Keep the memory if the release allows it: returning it to the GPU's driver takes milliseconds, and is sleep's
         # task.
@@ -332,6 +333,11 @@ class Worker(RankWeights):
                 self._is_tainted = False
                 for tensor in self._kv_of_tokens():
                     tensor.zero_()
+
+    def _mark_waiting(self) -> None:
+        """Let requests that hold no cache match no prefix from before the newest reset."""
+        for req in self._waiting():
+            req.extra_key = self.cache_epochs.marked_again(req.extra_key)
 
     def erase(self, reqs: Sequence[Req]) -> None:
         """Zero the cache that only these requests hold, before it is released.
