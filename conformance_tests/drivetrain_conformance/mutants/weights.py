@@ -275,6 +275,14 @@ class finds_prefixes_of_the_time_of_its_arrival(CorrectBackend):
         return dataclasses.replace(result, cached_tokens=len(request.prompt_token_ids) // 2)
 
 
+@mutant("weight_sync/a_frozen_request_leaves_no_stale_prefix", says="nats from that of the model in")
+class keeps_the_cache_of_retracted_requests(CorrectBackend):
+    """Requests that a pause retracts go on with the cache that older weights made."""
+
+    async def freeze(self, mode: PauseMode) -> None:
+        await super().freeze(PauseMode.IN_PLACE if mode is PauseMode.RETRACT else mode)
+
+
 @mutant("weight_sync/a_tensor_of_zeros_is_reported", says="NaN is reported in (), infinity in ()")
 class overlooks_infinity(CorrectBackend):
     """validate_weights() reports NaN, and no infinity."""

@@ -7,12 +7,12 @@ from typing import Final
 
 from drivetrain.types.capability import Capability
 from drivetrain.types.modes import PauseMode
-from drivetrain.types.outputs import Completion
+from drivetrain.types.outputs import Completion, VersionSpan
 from drivetrain_conformance.assertions.weight_checks import check_made_by
 from drivetrain_conformance.assets.weight_sources import from_disk
-from drivetrain_conformance.cases.weight_sync.checks import NEW, TOKENS, one
+from drivetrain_conformance.cases.weight_sync.checks import NEW, TOKENS, check_logprobs, one
 from drivetrain_conformance.harness.case import case
-from drivetrain_conformance.harness.testbench import Bench, TooLate, end_requests, until_idle
+from drivetrain_conformance.harness.testbench import Bench, TooLate, check_held, end_requests, until_idle
 from drivetrain_conformance.harness.time_limits import result_of, within
 
 _AT_ONCE: Final = 2
@@ -63,13 +63,16 @@ async def a_prefix_of_older_weights_is_kept_by_name(bench: Bench) -> None:
 async def a_frozen_request_leaves_no_stale_prefix(bench: Bench) -> None:
     """The old cache of a request frozen in place through an update is not used by later requests.
 
-    Nor is it if the request is aborted after the update, nor by requests that waited in the engine through the update.
+    Nor is it if the request is aborted after the update, nor by requests that waited in the engine through the update,
+    nor by the request itself once a pause retracts it.
     """
     for aborted in (False, True) if bench.claims(Capability.ABORT) else (False,):
         first, second = await _prefix_of_a_request_in_flight(bench, PauseMode.IN_PLACE, aborted=aborted)
         assert first.cached_tokens == 0, f"{first.cached_tokens} tokens were found that older weights had cached"
         check_made_by(bench, [first, second], bench.other_weights())
     await _waits_for_frozen_requests(bench)
+    if bench.claims(Capability.PAUSE_RETRACT) and bench.claims(Capability.LOGPROBS_RAW):
+        await _is_retracted_after_it_was_frozen(bench)
 
 
 @case(
@@ -141,3 +144,18 @@ async def _waits_for_frozen_requests(bench: Bench) -> None:
     fewest = min(completion.cached_tokens for completion in found)
     assert fewest == 0, f"{fewest} tokens were found that older weights had cached"
     check_made_by(bench, found, bench.other_weights())
+
+
+async def _is_retracted_after_it_was_frozen(bench: Bench) -> None:
+    """Let a pause retract a request that an update froze in place: the new weights read its prompt again."""
+    engine, other = bench.engine, bench.other_weights()
+    await engine.load_weights_from_disk(str(bench.model), "before")
+    params = bench.long(TOKENS, prompt_length=LONG_PROMPT, logprobs=0, logprobs_mode="raw")
+    async with bench.in_flight([bench.prompt(LONG_PROMPT)], params) as running:
+        await engine.load_weights_from_disk(str(other), NEW, mode=PauseMode.IN_PLACE)
+        await engine.pause_generation(PauseMode.RETRACT)
+        await check_held(engine, running)
+        await engine.continue_generation()
+        (completion,) = (await running).completions
+    last = len(completion.token_ids)
+    check_logprobs(bench, completion, other, VersionSpan(NEW, last - 1, last))
