@@ -120,11 +120,11 @@ def _answer(scheduler: Any, payload: bytes) -> Reply | Failure:
     return answer
 
 
-def _arrives(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
+def _arrives(original: Callable[..., Any], scheduler: Any, request: Any, **newer: Any) -> Any:
     worker = _worker(scheduler)
     worker.arrivals.note(request.rid)
     request.extra_key = worker.cache_epochs.marked(request.extra_key)
-    taken = original(scheduler, request)
+    taken = original(scheduler, request, **newer)
     if worker.asleep and not worker.is_paused:
         # The engine fell asleep while the request was on its way; its caller is gone, and there is no memory to run it
         # in.

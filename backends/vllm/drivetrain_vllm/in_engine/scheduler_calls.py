@@ -57,14 +57,15 @@ class Core:
         return self.arrivals.tokens(request_ids, live)
 
     def reset_prefix_cache(self) -> None:
-        """Free the cached prefixes if no request holds any; otherwise only running requests can match them any more."""
+        """Free the cached prefixes if no request holds any; otherwise only those that do can match them any more."""
         scheduler = self._core.scheduler
-        if scheduler.reset_prefix_cache():
-            return  # no prefix is left
+        if scheduler.reset_prefix_cache() and scheduler.connector is None:
+            return  # no prefix is left; a connector keeps its own, of offloaded blocks
         self.cache_epochs.renew()
         running = {request.request_id for request in scheduler.running}
         for request in scheduler.requests.values():
-            if request.request_id not in running:
+            # A connector may be loading the cache of a request that waits.
+            if request.request_id not in running and not request.num_computed_tokens:
                 self._mark_again(request)
 
     def arrived(self, request: Any) -> None:
@@ -239,7 +240,8 @@ def register() -> None:
     preprocess: Callable[[Any, Any], Any] = EngineCoreProc.preprocess_add_request
 
     def run_busy_loop(core: Any) -> None:
-        _of(core).host = host = WorkerSocket(os.environ[SOCKET_VARIABLE])
+        own = _of(core)  # made before the host sends requests, which another thread marks
+        own.host = host = WorkerSocket(os.environ[SOCKET_VARIABLE])
         threading.Thread(target=_listen, args=(core, host), name="drivetrain-calls", daemon=True).start()
         run(core)
 
