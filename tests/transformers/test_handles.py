@@ -421,8 +421,8 @@ async def test_a_closed_engine_disconnects_its_holders_and_leaves_no_socket(open
 
 async def test_only_a_handle_with_arguments_is_another_one(open_engine: OpenEngine) -> None:
     async with open_engine() as engine:
-        handle = await engine.handle()
-        assert await engine.handle() == handle
+        handle, at_once = await asyncio.gather(engine.handle(), engine.handle())
+        assert at_once == handle
         other = await engine.handle("127.0.0.1:0")
         assert (await engine.handle(key="k" * 20)).key == "k" * 20
         for each in (await engine.handle(), other):

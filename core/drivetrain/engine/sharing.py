@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
@@ -30,6 +31,7 @@ class Sharing:
         self._listener: Listener | None = None
         self._plain: EngineHandle | None = None
         """The handle that was made without arguments."""
+        self._making_plain = asyncio.Lock()
 
     async def handle(
         self,
@@ -44,14 +46,13 @@ class Sharing:
         if self._listener is None:
             assert self.make_listener is not None
             self._listener = self.make_listener()
-        is_plain = listen is None and key is None and certfile is None and keyfile is None
-        if is_plain and self._plain is not None:
-            return self._plain
+        if listen is None and key is None and certfile is None and keyfile is None:
+            async with self._making_plain:
+                if self._plain is None:
+                    self._plain = await self._listener.listen(None, new_key(), announce, None, None)
+                return self._plain
         key = new_key() if key is None else key
-        handle = await self._listener.listen(listen, key, announce, certfile, keyfile)
-        if is_plain:
-            self._plain = handle
-        return handle
+        return await self._listener.listen(listen, key, announce, certfile, keyfile)
 
     async def close(self) -> None:
         """Disconnect every holder and stop listening."""
