@@ -101,6 +101,7 @@ async def execute(run: Run, args: argparse.Namespace) -> None:
     paths = [str(args.out / "logging"), getattr(args, run.engine), os.environ.get("PYTHONPATH", "")]
     environment = ENVIRONMENT | os.environ | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
     begun = time.monotonic()
+    (args.out / f"{run.name}.json").unlink(missing_ok=True)  # of an earlier run
     with (args.out / f"{run.name}.txt").open("wb") as text, (args.out / f"{run.name}.err").open("wb") as errors:
         process = await asyncio.create_subprocess_exec(
             *command(run, args.out), stdout=text, stderr=errors, env=environment, start_new_session=True
