@@ -160,7 +160,9 @@ class Target(TracedTarget):
 
     def get_ready(self) -> bool:
         before = [(id(own), own.clone()) for own in self.engine.model.parameters()]
+        known = len(self._fp8_layers.known)
         is_ready = super().get_ready()
+        assert len(self._fp8_layers.known) <= known + 1, "requests are served between layers"
         now = [(id(own), own.clone()) for own in self.engine.model.parameters()]
         for (one, values), (other, others) in zip(before, now, strict=True):
             assert one == other
@@ -235,7 +237,8 @@ def main() -> None:
     # The trainer's tensors stay where they are, and change.
     fp8_copies.SHARED_BY = 1
     InProcessReader.place = property(lambda _: "here")  # type: ignore[method-assign,assignment]
-    with mock.patch.object(traced_target, "reaches", return_value=True):
+    one_at_a_time = mock.patch.object(traced_target, "_STEP_S", 0.0)
+    with one_at_a_time, mock.patch.object(traced_target, "reaches", return_value=True):
         try_engine(transposed(by_rows), by_tensors, of_others=1)
         try_engine(quantise_blocks, quantise_blocks, rows=128, columns=128)
         try_engine(by_biased_tensors, by_biased_tensors, known=False)

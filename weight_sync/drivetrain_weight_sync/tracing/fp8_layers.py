@@ -249,9 +249,10 @@ class Fp8Layers:
             if layer is not None:
                 self.known[part] = layer
             self._pending.popleft()
+            yield  # the engine may have hundreds of layers, most of which only confirm a known formula
         for text, many in found.items():
             _log.info("%d x %s", many, text)
-        if found:
+        if found or self._pending:
             torch.cuda.empty_cache()  # a trainer beside the engine may need it
 
     def _recognised(self, part: nn.Module) -> Generator[None, None, Fp8Layer | None]:
