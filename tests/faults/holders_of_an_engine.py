@@ -8,7 +8,8 @@ pause, of a staged update and of one that is half loaded, and some are thawed wh
 version's name tells its weights, so each process checks each answer alone. Exit status 1: a rule was broken.
 
 - Every call ends, in a result or in an error of ``drivetrain.errors``.
-- Every token and every score is that of the weights whose version it carries.
+- The tokens of a completion's first version, and all scores, are those of the weights whose version they carry. Tokens
+  of later versions follow what other weights chose and read: of them only the spans are checked.
 - After each round the engine serves both weights, is not paused, and holds nothing of a holder that is gone.
 
 After each round it prints bytes, threads, descriptors and tasks, which must not grow.
