@@ -80,6 +80,7 @@ def test_what_a_failed_request_wrote_is_zeroed_and_no_more(at: str) -> None:
         req_to_token_pool=SimpleNamespace(req_to_token=torch.tensor([[0, 0, 0, 0], [3, 5, 7, 1]], dtype=torch.int32)),
         enable_overlap=False,
         waiting_queue=[],
+        grammar_manager=SimpleNamespace(grammar_queue=[]),
         is_fully_idle=lambda: True,
         flush_cache=lambda: True,
     )
