@@ -370,7 +370,7 @@ faults-fleet: environment-$(BACKEND) ## strike engines, holders and processes of
 	@PYTHONPATH=tests/helpers OMP_NUM_THREADS=1 $(ENVIRONMENT)/bin/python -W ignore tests/faults/on_a_fleet.py --backend $(BACKEND) \
 		--output build/faults/fleet-$(BACKEND).txt $(ARGS)
 
-faults-holders: environment-$(BACKEND) ## processes that share an engine of BACKEND use, update, leave and lose it at random for ten minutes
+faults-holders: environment-$(BACKEND) ## processes that share an engine of BACKEND use, update, leave and lose it at random for five minutes
 	@$(ENGINE_ENV) OMP_NUM_THREADS=1 $(ENVIRONMENT)/bin/python -W ignore tests/faults/holders_of_an_engine.py --backend $(BACKEND) --lora $(ARGS)
 
 fuzz: environment-$(BACKEND) ## CALLS=10000 calls of BACKEND's engine page with junk, hosted, and on transformers inline too: typed or right
