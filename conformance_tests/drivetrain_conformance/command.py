@@ -436,11 +436,13 @@ def _run(runner: Runner, cases: list[Case], *, complete: bool, file: Path | None
             )
 
         results: list[CaseResult] = []
+        report = made(results)
         for result in _with_progress(runner, cases):
             results.append(result)
+            report = made(results)
             if file is not None:  # after each case, so that an interrupted run loses nothing
-                write_json(made(results), file)
-        return made(results)
+                write_json(report, file)
+        return report
 
 
 def _with_progress(runner: Runner, cases: list[Case]) -> Iterator[CaseResult]:
