@@ -240,6 +240,22 @@ async def test_a_body_that_stops_is_given_up(engine: InferenceEngine, close: boo
         assert await reads_to_the_end(reader)
 
 
+async def test_junk_after_a_refused_body_is_cut_off() -> None:
+    async with on_a_port(refuses) as port, connection(port) as (reader, writer):
+        writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{")
+        assert (await answer(reader))[0] == 401
+        writer.write(b"}no request\r\n\r\n")
+        assert (await answer(reader))[0] == 400
+        assert await reader.read() == b""
+        sent = 0
+        with suppress(ConnectionError):
+            while sent < 16 * MOST:
+                writer.write(b" " * PIECE)
+                await writer.drain()
+                sent += PIECE
+        assert sent < 16 * MOST
+
+
 async def reads_to_the_end(reader: asyncio.StreamReader) -> bool:
     """Return True once the server has closed or reset the connection."""
     with suppress(ConnectionResetError):

@@ -59,7 +59,7 @@ class ReadsOn(H11Protocol):
             self._socket.abort()
         elif not self.transport.is_closing():
             super().data_received(data)  # h11 discards the body and takes the next request
-            if self.conn.our_state is not h11.DONE:
+            if self.conn.our_state is not h11.DONE and not self.transport.is_closing():
                 self._read_no_more()
                 if self.conn.our_state is h11.IDLE:
                     self.timeout_keep_alive_task = self.loop.call_later(
