@@ -47,7 +47,7 @@ _STREAMS: Final = 6
 """Streams that are frozen together, or fewer if the engine runs fewer at once. Each begins after the one before, so
 that an engine that shows tokens in groups has shown all tokens of all of them only by chance."""
 _STEPS_OF_A_QUEUE: Final = 30
-"""Looks in a row at which a request waits if the engine runs as many as it can; others wait for a step or two."""
+"""Looks in a row, a step or more apart, at which a request waits if the engine runs all that it can."""
 _WAITS: Final = (0.1, 1.0, 15.0)
 """Seconds, by attempt, that a frozen engine has to send its last tokens. One good attempt is enough."""
 
@@ -167,7 +167,7 @@ async def _kept_while_frozen(bench: Bench, mode: PauseMode, wait: float) -> list
         for sample in heard:
             begun = asyncio.Event()
             readers.append(asyncio.create_task(_read(engine, bench.prompt(), params, sample, begun)))
-            if not await _begins(engine, begun):
+            if not await _begins(engine, begun, heard[0]):
                 readers[-1].cancel()
                 await asyncio.gather(readers.pop(), return_exceptions=True)
                 break
@@ -191,16 +191,21 @@ async def _kept_while_frozen(bench: Bench, mode: PauseMode, wait: float) -> list
     ]
 
 
-async def _begins(engine: InferenceEngine, begun: asyncio.Event) -> bool:
+async def _begins(engine: InferenceEngine, begun: asyncio.Event, first: Heard) -> bool:
     """Return True once a stream has begun, or False if it waits because the engine runs no more requests at once.
 
-    Statistics come between two steps of the engine, and a request that waits for many of them waits for another to end.
+    A request that waits while ``first``, the first stream, goes on for many steps waits for another to end.
     """
     waited = 0
     async with within():
         while not begun.is_set() and waited < _STEPS_OF_A_QUEUE:
-            waited = waited + 1 if (await engine.stats()).waiting else 0
+            shown = len(first.chunks)
+            waits = (await engine.stats()).waiting
             await asyncio.sleep(0.001)
+            if not waits:
+                waited = 0
+            elif len(first.chunks) > shown:
+                waited += 1
     return begun.is_set()
 
 
