@@ -151,11 +151,13 @@ class Runner:
     def _refusing(self, case: Case) -> tuple[ModelKind, frozenset[Capability]]:
         """Return the model for a case whose configuration is refused, and what an engine of it leaves unclaimed.
 
-        It is the text model if the backend serves no model of the case's kind.
+        It is the text model if the backend serves no model of the case's kind, and says so by the field ``model``.
         """
         try:
             return case.model, case.needs - self._claimed_with(case.model, {})
-        except InvalidConfig:
+        except InvalidConfig as error:
+            if error.field != "model":
+                raise
             return ModelKind.TEXT, case.needs - self._claimed_with(ModelKind.TEXT, {})
 
     def _open_engine_lacks(self, case: Case) -> frozenset[Capability]:
