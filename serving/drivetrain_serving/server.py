@@ -11,7 +11,7 @@ from drivetrain.engine.engine import InferenceEngine
 from drivetrain_serving.app import create_app
 from drivetrain_serving.config import ServerConfig
 from drivetrain_serving.front_ends.supervision import FrontEnds
-from drivetrain_serving.http_layer.app_on_socket import AppOnSocket, listening_port
+from drivetrain_serving.http_layer.app_on_socket import AppOnSocket, listen, listening_port
 
 
 class Listening:
@@ -90,10 +90,12 @@ class Server:
         try:
             if listening.front_ends is not None:
                 self._ends.push_async_callback(listening.front_ends.close)
+                listen(listening.port, self.config)
                 await listening.front_ends.start(self._app)
             else:
                 serving = AppOnSocket(self._app, listening.port, self.config)
                 self._ends.push_async_callback(serving.close)
+                listen(listening.port, self.config)
                 await serving.start()
         except BaseException:
             await self.close()

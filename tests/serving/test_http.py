@@ -18,6 +18,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from drivetrain import EngineDied, InferenceEngine, InvalidConfig
 from drivetrain_serving import Server, ServerConfig
 from drivetrain_serving.http_layer.answers import EventStream, NamedEventStream, event_stream
+from drivetrain_serving.server import Listening
 from drivetrain_serving.vllm.errors import body_of
 from engines import HANGING
 
@@ -200,6 +201,21 @@ async def test_a_port_that_is_taken_is_named(engine: InferenceEngine) -> None:
         with pytest.raises(InvalidConfig, match=f"port={port}") as caught:
             async with Server(engine, ServerConfig(port=port)):
                 pass
+    assert caught.value.field == "port"
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+async def test_a_port_that_another_server_began_to_use_meanwhile_is_named(
+    engine: InferenceEngine, processes: int
+) -> None:
+    """Both may bind it while neither listens, and only one can listen."""
+    async with Listening(ServerConfig(port=0)) as first:
+        config = ServerConfig(port=first.port.getsockname()[1], processes=processes)
+        async with Listening(config) as second:
+            first.port.listen()
+            with pytest.raises(InvalidConfig, match=f"port={config.port}") as caught:
+                async with Server(engine, config, listening=second):
+                    pass
     assert caught.value.field == "port"
 
 

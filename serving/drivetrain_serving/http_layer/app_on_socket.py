@@ -93,7 +93,7 @@ class AppOnSocket:
 
 
 def listening_port(config: ServerConfig) -> socket.socket:
-    """Return a socket that is bound to the configured address.
+    """Return a socket that is bound to the configured address, and on which nobody listens yet.
 
     Raises:
         InvalidConfig: the address cannot be listened on.
@@ -106,11 +106,27 @@ def listening_port(config: ServerConfig) -> socket.socket:
         listening.bind((config.host, config.port))
     except (OSError, OverflowError) as error:
         listening.close()
-        raise InvalidConfig(
-            f"port={config.port}: cannot listen on {config.host}: {error}; choose another port", field="port"
-        ) from error
+        raise _taken(config, error) from error
     listening.set_inheritable(False)
     return listening
+
+
+def listen(bound: socket.socket, config: ServerConfig) -> None:
+    """Listen on the socket of :func:`listening_port`.
+
+    Raises:
+        InvalidConfig: another process bound the port before this one listened, and listens there.
+    """
+    try:
+        bound.listen(_BACKLOG)
+    except OSError as error:
+        raise _taken(config, error) from error
+
+
+def _taken(config: ServerConfig, error: Exception) -> InvalidConfig:
+    return InvalidConfig(
+        f"port={config.port}: cannot listen on {config.host}: {error}; choose another port", field="port"
+    )
 
 
 def listening_path(path: Path) -> socket.socket:
