@@ -97,11 +97,12 @@ class ReadsOn(H11Protocol):
         error = sys.exc_info()[1]
         status = error.error_status_hint if isinstance(error, h11.RemoteProtocolError) else 400
         if self.conn.our_state in _ANSWERABLE:
+            is_head = self.conn.our_state is h11.SEND_RESPONSE and self.scope["method"] == "HEAD"
             body = (msg if error is None else f"{msg} {error}").encode()
             headers = [_TEXT, CLOSE_HEADER, (b"content-length", b"%d" % len(body))]
             for event in (
                 h11.Response(status_code=status, headers=headers, reason=STATUS_PHRASES[status]),
-                h11.Data(data=body),
+                h11.Data(data=b"" if is_head else body),
                 h11.EndOfMessage(),
             ):
                 self.transport.write(self.conn.send(event) or b"")
