@@ -47,7 +47,7 @@ _STREAMS: Final = 6
 """Streams that are frozen together, or fewer if the engine runs fewer at once. Each begins after the one before, so
 that an engine that shows tokens in groups has shown all tokens of all of them only by chance."""
 _STEPS_OF_A_QUEUE: Final = 30
-"""Looks in a row, a step or more apart, at which a request waits if the engine runs all that it can."""
+"""Looks in a row, a step or more apart, at which a request waits before it counts as waiting for another to end."""
 _WAITS: Final = (0.1, 1.0, 15.0)
 """Seconds, by attempt, that a frozen engine has to send its last tokens. One good attempt is enough."""
 
