@@ -191,6 +191,10 @@ def test_the_configuration_becomes_arguments() -> None:
     assert arguments["dtype"] == "bfloat16"
     assert arguments["block_size"] == 64
     assert arguments["max_loras"] == 4, "one place is for updates, one stays empty on a CPU"
+    assert [
+        translate.engine_arguments(config(enable_lora=True, max_lora_rank=rank), "cpu", "float32", 512)["max_lora_rank"]
+        for rank in (1, 8, 12, 64, 1000)
+    ] == [8, 8, 16, 64, 1000], "vLLM takes some limits only"
     on_a_gpu = translate.engine_arguments(config(enable_lora=True, max_loras=2), "cuda", "bfloat16", 512)
     assert on_a_gpu["max_loras"] == 3
     assert "enforce_eager" not in on_a_gpu

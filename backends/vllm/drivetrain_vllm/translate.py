@@ -101,6 +101,8 @@ KEEPS_WEIGHTS: Final = "drivetrain_sleep_keeps_weights"
 
 LORA_RANK: Final = 64
 """Largest rank of an adapter, unless set by ``max_lora_rank``."""
+_RANKS_OF_VLLM: Final = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Values that every release of vLLM takes for ``max_lora_rank``; the adapters' own ranks are looked at by us."""
 
 MOST_LORAS: Final = 8
 """Most adapters loaded at once, unless set by ``max_loras``."""
@@ -255,7 +257,7 @@ def engine_arguments(
                 )
         relied_on |= {
             "enable_lora": True,
-            "max_lora_rank": config.max_lora_rank or LORA_RANK,
+            "max_lora_rank": _room_for_rank(config.max_lora_rank or LORA_RANK),
             # One slot more for an update, which loads the new adapter beside the old one. On a CPU another one, kept
             # empty: in a batch with adapters, vLLM applies the last slot's to requests without one.
             "max_loras": (config.max_loras or MOST_LORAS) + 1 + (device == "cpu"),
@@ -269,6 +271,11 @@ def engine_arguments(
     if config.tensor_parallel_size > 1:
         defaults = {name: value for name, value in defaults.items() if name != "distributed_executor_backend"}
     return with_engine_kwargs(config, relied_on, defaults, WITHOUT_EFFECT)
+
+
+def _room_for_rank(most: int) -> int:
+    """Return the least rank that vLLM takes as a limit and that leaves room for adapters of rank ``most``."""
+    return next((rank for rank in _RANKS_OF_VLLM if rank >= most), most)
 
 
 def room_of(config: EngineConfig) -> int:

@@ -66,7 +66,7 @@ from drivetrain_weight_sync.transports.shared_memory import SharedMemorySender
 if TYPE_CHECKING:
     import torch
 
-_CONFIG: Final = {"enable_lora": True, "max_loras": 6, "max_lora_rank": 8}
+_CONFIG: Final = {"enable_lora": True, "max_loras": 6, "max_lora_rank": 12}
 ROOM: Final = 64 * 1024
 """Bytes by which memory may grow with an adapter that is loaded and unloaded: allocator overhead."""
 _LOADS: Final = 19
@@ -651,7 +651,7 @@ async def no_larger_rank_than_the_limit(bench: Bench) -> None:
     for folder in (large.path, partly.path):
         with refused(InvalidRequest, naming="max_lora_rank"):
             await bench.engine.load_lora_adapter("large", str(folder))
-    made = {"a": _make(bench, seed=2, rank=8), "b": _make(bench, seed=1)}
+    made = {"a": _make(bench, seed=2, rank=12), "b": _make(bench, seed=1)}
     async with _loaded(bench, **made):
         for name, one in made.items():
             _assert_made_by(bench, await _answers(bench, prompts, name), one)
