@@ -102,7 +102,7 @@ KEEPS_WEIGHTS: Final = "drivetrain_sleep_keeps_weights"
 LORA_RANK: Final = 64
 """Largest rank of an adapter, unless set by ``max_lora_rank``."""
 _RANKS_OF_VLLM: Final = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Values that every release of vLLM takes for ``max_lora_rank``; the adapters' own ranks are looked at by us."""
+"""Values that every release of vLLM takes for ``max_lora_rank``. Adapters are held to the configured one at loading."""
 
 MOST_LORAS: Final = 8
 """Most adapters loaded at once, unless set by ``max_loras``."""

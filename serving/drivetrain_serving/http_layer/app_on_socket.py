@@ -93,7 +93,7 @@ class AppOnSocket:
 
 
 def listening_port(config: ServerConfig) -> socket.socket:
-    """Return a socket that is bound to the configured address, and on which nobody listens yet.
+    """Return a socket that is bound to the configured address. It refuses connections until :func:`listen`.
 
     Raises:
         InvalidConfig: the address cannot be listened on.
