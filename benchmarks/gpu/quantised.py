@@ -36,13 +36,14 @@ FIRST_SECONDS: Final = 200
 """After so many seconds the comparisons begin, even if the times are still being measured."""
 LOGGING: Final = """
 import logging, sys
-handler = logging.StreamHandler(sys.stderr)
-handler.setFormatter(logging.Formatter("weight sync: %(message)s"))
-log = logging.getLogger("drivetrain_weight_sync")
-log.addHandler(handler)
-log.setLevel(logging.INFO)
+for name, form in ("drivetrain_weight_sync", "weight sync: %(message)s"), ("drivetrain.host", "%(message)s"):
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter(form))
+    log = logging.getLogger(name)
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
 """
-"""Run by each process, so that those of engines say how layers are quantised."""
+"""Run by each process, so that engines say how layers are quantised, and their hosts' logs are passed on."""
 
 
 @dataclass(frozen=True)

@@ -145,8 +145,9 @@ def _quantised(x, scale, inverse, DIVIDES: tl.constexpr):
     else:
         y = x * inverse
     if DIVIDES == EXACT:
-        # Rounded to nearest by a correction (Markstein 1990); negating the rest twice keeps the sign of zeros.
+        # Rounded to nearest by a correction (Markstein 1990). Only this order of signs keeps that of a zero: in
+        # Triton 3.6, -x is 0 - x, and so 0 for both zeros.
         rest = tl.fma(y, tl.zeros_like(x) + scale, -x)
-        y = tl.fma(-rest, tl.zeros_like(x) + inverse, y)
+        y = tl.fma(rest, tl.zeros_like(x) - inverse, y)
     # Nothing exceeds 448 by more than a rounding, and the conversion saturates.
     return y.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
