@@ -66,7 +66,8 @@ class Update:
 
     def get_ready(self) -> bool:
         """Do part of what takes long and needs no pause; return True once nothing is left."""
-        self._is_ready = self._is_ready or self._target.get_ready()
+        # A target gets ready only for :meth:`WeightTarget.load` with a place.
+        self._is_ready = self._is_ready or not self.reader.has_place or self._target.get_ready()
         return self._is_ready
 
     def begin(self) -> None:

@@ -31,7 +31,8 @@ class WeightTarget(Protocol):
     def get_ready(self) -> bool:
         """Do part of what takes long and can be done while the engine serves; return True once nothing is left.
 
-        Called until it returns True, before an update begins; an update also works without.
+        Called until it returns True, before an update whose tensors lie at stable addresses begins; an update also
+        works without.
         """
         ...
 

@@ -151,6 +151,11 @@ class Reader(ABC):
         return None
 
     @property
+    def has_place(self) -> bool:
+        """True if :attr:`place` is set while buckets are loaded; known once the source is open."""
+        return self.place is not None
+
+    @property
     def holds(self) -> bool:
         """True if every tensor of an open source stays valid until the source is released."""
         return False

@@ -275,6 +275,11 @@ class BroadcastReader(Reader):
         """Address of the bucket received last, if on a GPU: work launched on it runs before the buffer is reused."""
         return self._received.data_ptr() if self._received.is_cuda else None
 
+    @property
+    def has_place(self) -> bool:
+        """True if buckets are received on a GPU."""
+        return self._group is not None and self._group.device.type == "cuda"
+
     def bring(self, indices: Sequence[int]) -> Iterator[Sequence[int]]:
         """Receive the buckets, one after another."""
         self.buffers.begin()
