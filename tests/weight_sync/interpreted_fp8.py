@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import math
 from collections import Counter
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -144,7 +146,7 @@ def manifest(rows: int, columns: int, of_others: int) -> WeightManifest:
 
 
 class Kernel:
-    """Counts launches of the kernel, by the arguments that are compiled in."""
+    """Counts launches of the kernel, by what is compiled in: arguments, and whether addresses are aligned."""
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
@@ -152,8 +154,23 @@ class Kernel:
 
     def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
         def launch(*args: Any, **compiled: Any) -> None:
-            self.launches[tuple(compiled.items())] += 1
+            aligned = tuple(arg.data_ptr() % 16 == 0 for arg in args if isinstance(arg, torch.Tensor))
+            self.launches[("aligned", aligned), *compiled.items()] += 1
             self._kernel[grid](*args, **compiled)
+
+        return launch
+
+
+class WrongForPieces(Kernel):
+    """Quantises a number of a fused layer wrongly if its tensors come one by one, but not if they come in one."""
+
+    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+        right = super().__getitem__(grid)
+
+        def launch(table: torch.Tensor, *args: Any, **compiled: Any) -> None:
+            right(table, *args, **compiled)
+            if len(table) == 2 and compiled["FINDS"] and compiled["STORES"]:
+                ctypes.memset(int(table[-1, 1]), 0, 1)
 
         return launch
 
@@ -184,23 +201,59 @@ class Target(TracedTarget):
         self.launches_before = Counter(self.kernel.launches)
 
 
+def zeros(shape: tuple[int, ...], *, at_odd_word: bool) -> torch.Tensor:
+    """A tensor that begins at an even or an odd multiple of eight bytes."""
+    begin = 4 if at_odd_word else 0
+    return torch.zeros(begin + math.prod(shape), dtype=torch.bfloat16)[begin:].view(shape)
+
+
+@contextmanager
+def read_in_place(place: Hashable) -> Iterator[None]:
+    """Give the source's tensors a stable address, or none."""
+    with mock.patch.object(InProcessReader, "place", property(lambda _: place)):
+        yield
+
+
+def require_right(engine: Engine, pushed: Mapping[str, torch.Tensor], why: object) -> None:
+    """Compare the engine's weights with what its own code makes of those that were pushed."""
+    rows = engine.rows
+    fused = engine.fused.quantise(torch.cat([pushed["q"][:rows], pushed["k"]]))
+    experts = engine.experts.quantise(
+        torch.stack([torch.cat([pushed[f"gate.{expert}"], pushed[f"up.{expert}"]]) for expert in range(2)])
+    )
+    for layer, (weight, scale) in ((engine.fused, fused), (engine.experts, experts)):
+        assert is_same(layer.weight, weight), why
+        assert is_same(layer.weight_scale, scale), why
+    assert torch.equal(engine.fused.bias, pushed["bias"])
+
+
 def try_engine(
     quantise: Quantise,
     of_experts: Quantise,
     *,
-    known: bool = True,
+    kernels: type[Kernel] = Kernel,
+    by_engine: int = 0,
     memory_from_push: int = 0,
     rows: int = 2,
     columns: int = 2560,
     of_others: int = 0,
+    at_odd_word: bool = False,
 ) -> None:
-    """Push four times, with a sleep before the last; other ranks hold the last rows of q."""
+    """Push four times, with a sleep before the last; other ranks hold the last rows of q.
+
+    Args:
+        by_engine: Layers of the two that the engine's own code converts in each push.
+    """
     engine, held_by_trainer = Engine(quantise, of_experts, rows, columns), manifest(rows, columns, of_others)
-    kernel = fp8_kernel.quantise_groups = Kernel(quantise_groups)
+    kernel = fp8_kernel.quantise_groups = kernels(quantise_groups)
     target = Target(engine, held_by_trainer, kernel)
     receiver = Receiver(target)
-    pushed = {spec.name: torch.zeros(spec.shape, dtype=torch.bfloat16) for spec in held_by_trainer.tensors}
+    pushed = {spec.name: zeros(spec.shape, at_odd_word=at_odd_word) for spec in held_by_trainer.tensors}
     held = [*engine.model.parameters()]
+    converted = engine.conversions
+    with read_in_place(None):
+        push_in_process(receiver, held_by_trainer, pushed)
+    assert (target.steps, engine.conversions - converted, kernel.launches) == (0, 2, {}), "there is nothing to try for"
     tried = 0
     for push in range(4):
         for name, tensor in pushed.items():
@@ -216,23 +269,16 @@ def try_engine(
         without_memory = mock.patch.object(fp8_layers, "like", side_effect=torch.OutOfMemoryError)
         with without_memory if push < memory_from_push else nullcontext():
             push_in_process(receiver, held_by_trainer, pushed)
-        in_place = known and push >= memory_from_push
+        of_engine = by_engine if push >= memory_from_push else 2
         in_pause = kernel.launches - target.launches_before
-        assert (engine.conversions == target.conversions_before) == in_place, push
-        assert bool(in_pause) == in_place, push
+        assert engine.conversions - target.conversions_before == of_engine, push
+        assert bool(in_pause) == (of_engine < 2), push
         assert max(in_pause.values(), default=1) == 1, "nothing is tried within the pause"
         assert in_pause.keys() <= target.launches_before.keys(), "nothing is compiled within the pause"
         if push > memory_from_push:
             assert target.conversions_before == tried, "what was found is kept"
         tried = engine.conversions
-        fused = quantise(torch.cat([pushed["q"][:rows], pushed["k"]]))
-        experts = of_experts(
-            torch.stack([torch.cat([pushed[f"gate.{expert}"], pushed[f"up.{expert}"]]) for expert in range(2)])
-        )
-        for layer, (weight, scale) in ((engine.fused, fused), (engine.experts, experts)):
-            assert torch.equal(layer.weight.contiguous().view(torch.uint8), weight.contiguous().view(torch.uint8)), push
-            assert torch.equal(layer.weight_scale, scale), push
-        assert torch.equal(engine.fused.bias, pushed["bias"])
+        require_right(engine, pushed, push)
     assert target.steps > 4, "requests are served between trials"
     assert [id(one) for one in engine.model.parameters()] == [id(one) for one in held]
     for name in ("k", "up.1"):
@@ -244,14 +290,14 @@ def try_engine(
 def main() -> None:
     # The trainer's tensors stay where they are, and change.
     fp8_copies.SHARED_BY = 1
-    InProcessReader.place = property(lambda _: "here")  # type: ignore[method-assign,assignment]
     one_at_a_time = mock.patch.object(traced_target, "_STEP_S", 0.0)
-    with one_at_a_time, mock.patch.object(traced_target, "reaches", return_value=True):
+    with one_at_a_time, read_in_place("here"), mock.patch.object(traced_target, "reaches", return_value=True):
         try_engine(transposed(by_rows), by_tensors, of_others=1)
         with mock.patch.object(TritonSemantic, "minus", minus_from_zero):
             try_engine(transposed(by_rows), by_tensors, of_others=1)
-        try_engine(quantise_blocks, quantise_blocks, rows=128, columns=128)
-        try_engine(by_biased_tensors, by_biased_tensors, known=False)
+        try_engine(quantise_blocks, quantise_blocks, rows=128, columns=128, at_odd_word=True)
+        try_engine(by_biased_tensors, by_biased_tensors, by_engine=2)
+        try_engine(transposed(by_rows), by_tensors, kernels=WrongForPieces, by_engine=1)
         try_engine(quantise_blocks, quantise_blocks, memory_from_push=2, rows=128, columns=128)
     tensors = {name: (3 * torch.randn(3, 4100)).to(torch.bfloat16) for name in ("one", "other")}
     into = [torch.empty(3, 4100, dtype=FP8) for _ in tensors]

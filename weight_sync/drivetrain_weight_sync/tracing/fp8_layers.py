@@ -1,7 +1,8 @@
 """Recognise layers that an engine quantises to fp8, so that one kernel can quantise them in place.
 
-The engine's own code converts layers filled with made-up weights, and a formula is sought that gives the same bits. A
-layer for which none is found keeps being converted by the engine's code. This happens before an update begins.
+The engine's own code converts layers filled with made-up weights, and a formula is sought that gives the same bits.
+Then the layer is filled as a push fills it, from tensors of its checkpoint's form, by the kernels of a push. A layer
+for which none is found keeps being converted by the engine's code. This happens before an update begins.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from drivetrain_weight_sync.copying.device_copies import DeviceCopy
 from drivetrain_weight_sync.copying.fp8_copies import Fp8Copies, Fp8Piece, fits
 from drivetrain_weight_sync.copying.fp8_formulas import PER_ROW, PER_TENSOR, Formula, Group, formulas
 from drivetrain_weight_sync.tensors.storages import storage_of
+from drivetrain_weight_sync.tracing.conversion import Conversion
 from drivetrain_weight_sync.tracing.loader_trace import Copy
 from drivetrain_weight_sync.tracing.quantised_parts import QuantisedParts, Replaced, Trial, device_of
 
@@ -43,6 +45,8 @@ _MOST_TRIALS: Final = 320
 """A layer so small that it needs more trials shows no formula."""
 _SPREAD: Final = 0.02
 """Standard deviation of made-up weights."""
+_APART: Final = 16
+"""Bytes by which made-up tensors begin after each other in one memory; kernels read 8 or 16 bytes at once."""
 
 MakesCopies = Callable[[str, torch.Tensor, Sequence[Copy]], list[DeviceCopy]]
 """Returns the copies of a tensor to given destinations, which also digest it; empty if no kernel can make them."""
@@ -201,17 +205,20 @@ class Fp8Layers:
     Args:
         parts: The layers that the engine converts.
         tensors: For each layer, its checkpoint tensors: a tensor of that form, and its copies into the recorded form.
+        make_copies: Makes the copies of parameters that are not quantised.
     """
 
     def __init__(
         self,
         parts: QuantisedParts,
         tensors: Mapping[nn.Module, Mapping[str, tuple[torch.Tensor, Sequence[Copy]]]],
+        make_copies: MakesCopies,
     ) -> None:
         self.known: dict[nn.Module, Fp8Layer] = {}
         """Layers whose quantisation was found."""
         self._parts = parts
         self._tensors = tensors
+        self._make_copies = make_copies
         # The smallest layer of a kind shows the formula in many trials, which others confirm in two.
         self._pending = deque(sorted(tensors, key=parts.nbytes))
         self._formulas: dict[Hashable, Formula | None] = {}
@@ -307,24 +314,28 @@ class Fp8Layers:
             _fill(held[weight.parameter].data.view(-1, weight.shape[-1]), weight, trial)
             quantised = self._quantised(part, weight, held, live)
             made, _ = convert()
-            return all(is_same(made[name], one) for name, one in quantised)
+            return all(is_same(made[name], one) for name, one in quantised.items())
 
     def _is_confirmed(self, part: nn.Module, layer: Fp8Layer) -> bool:
-        """Return whether the formulas give the engine's bits, and a conversion changes nothing but what pushes fill."""
+        """Return whether a push gives the engine's bits, and a conversion changes nothing but what pushes fill.
+
+        Two pushes, from tensors at even and at odd multiples of eight bytes, for which other kernels are compiled.
+        """
         live = _own(part)
         seen: list[dict[Hashable, object]] = []
         for trial in range(2):
             with self._tried(part) as (held, convert):
-                drawn = torch.Generator(device_of(part)).manual_seed(trial)
-                for name in (*layer.plain, *layer.weights):
-                    held[name].data.normal_(0, _SPREAD, generator=drawn)
-                wanted = [(name, held[name].data.clone()) for name in layer.plain]
-                for weight in layer.weights.values():
-                    wanted += self._quantised(part, weight, held, live)
+                pushed = self._made_up(part, trial)
+                for tensor, ways in pushed.values():
+                    for way in ways:
+                        _part(held[self._parts.parameter_of(way.destination)], way).copy_(way.part_of(tensor))
+                wanted = self._pushed(part, layer, pushed, held, live)
+                if wanted is None:
+                    return False
                 made, replaced = convert()
-                rest = made.keys() - {name for name, _ in wanted}
+                rest = made.keys() - wanted.keys()
                 if (
-                    not all(is_same(made[name], one) for name, one in wanted)
+                    not all(is_same(made[name], one) for name, one in wanted.items())
                     # Sleep loses other parameters, unless the engine's code makes them again.
                     or any(made[name] is not live.get(name) for name in rest)
                     or any(old != leaf for leaf, old in _aliases(replaced, made, live))
@@ -334,27 +345,69 @@ class Fp8Layers:
         one, other = seen
         return one.keys() == other.keys() and all(_equal(one[path], other[path]) for path in one)
 
+    def _made_up(self, part: nn.Module, trial: int) -> dict[str, tuple[torch.Tensor, Sequence[Copy]]]:
+        """Return made-up checkpoint tensors of a layer with their copies into the recorded form.
+
+        They share the memory of the largest, but no two are alike. In every other trial they lie at odd multiples of
+        eight bytes.
+        """
+        tensors = self._tensors[part]
+        before = trial % 2 * _APART // 2
+        nbytes = max(tensor.nbytes for tensor, _ in tensors.values()) + _APART * len(tensors) + before
+        drawn = torch.Generator(device_of(part)).manual_seed(trial)
+        memory = torch.empty(-(-nbytes // 2), dtype=torch.bfloat16, device=device_of(part))
+        raw = memory.normal_(0, _SPREAD, generator=drawn).view(torch.uint8)
+        begins = range(before, before + _APART * len(tensors), _APART)
+        return {
+            name: (raw[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape), ways)
+            for begin, (name, (tensor, ways)) in zip(begins, tensors.items(), strict=True)
+        }
+
+    def _pushed(
+        self,
+        part: nn.Module,
+        layer: Fp8Layer,
+        pushed: Mapping[str, tuple[torch.Tensor, Sequence[Copy]]],
+        held: Mapping[str, torch.Tensor],
+        live: Mapping[str, torch.Tensor],
+    ) -> dict[str, torch.Tensor] | None:
+        """Fill a layer, in memory of its own, as a push of these tensors does; return the parameters that this fills.
+
+        None: no kernel can.
+        """
+        into = {name: held[name].data.clone() for name in layer.plain}
+        for _, ways in pushed.values():
+            for way in ways:
+                if (own := into.get(self._parts.parameter_of(way.destination))) is not None:
+                    _part(own, way).zero_()  # the copy is seen to be made
+        for weight in layer.weights.values():
+            into |= {name: like(live[name]) for name in (weight.parameter, weight.scales)}
+        made = layer.pieces(self._parts, pushed, into, self._make_copies)
+        if made is None:
+            return None
+        nothing = torch.empty(0, dtype=torch.uint8, device=device_of(part))
+        Conversion(self._parts, {}, nothing, made[0], made[1]).launch()
+        return into
+
     def _quantised(
         self, part: nn.Module, weight: Fp8Weight, held: Mapping[str, torch.Tensor], live: Mapping[str, torch.Tensor]
-    ) -> list[tuple[str, torch.Tensor]]:
-        """Quantise a filled weight to memory of its own, once by each of the compiled kernels that pushes launch."""
-        recorded, found = self._parts.form_of(part)[weight.parameter], list[tuple[str, torch.Tensor]]()
+    ) -> dict[str, torch.Tensor]:
+        """Quantise a whole filled weight to memory of its own."""
+        recorded = self._parts.form_of(part)[weight.parameter]
         whole = Copy(recorded, tuple(recorded.shape), recorded.stride(), 0)
-        kernels = {
+        into = {name: like(live[name]) for name in (weight.parameter, weight.scales)}
+        pieces = _pieces(weight, held[weight.parameter].data, whole, into)
+        if pieces is None or not all(map(fits, pieces)):
+            raise WeightSyncError(f"no kernel quantises {tuple(recorded.shape)} in this form")
+        # Compile no kernel that pushes do not launch.
+        if any(
             _is_digested(weight.group, tensor, ways)
             for tensor, ways in self._tensors[part].values()
             if any(self._parts.parameter_of(way.destination) == weight.parameter for way in ways)
-        }
-        for is_digested in kernels:
-            into = {name: like(live[name]) for name in (weight.parameter, weight.scales)}
-            pieces = _pieces(weight, held[weight.parameter].data, whole, into)
-            if pieces is None or not all(map(fits, pieces)):
-                raise WeightSyncError(f"no kernel quantises {tuple(recorded.shape)} in this form")
-            if is_digested:
-                pieces = [replace(piece, name=str(number)) for number, piece in enumerate(pieces)]
-            Fp8Copies(pieces).enqueue()
-            found += into.items()
-        return found
+        ):
+            pieces = [replace(piece, name=str(number)) for number, piece in enumerate(pieces)]
+        Fp8Copies(pieces).enqueue()
+        return into
 
 
 def _kind(part: nn.Module) -> str:

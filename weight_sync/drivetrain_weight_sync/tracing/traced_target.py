@@ -290,7 +290,10 @@ class TracedTarget:
         """Converted modules that copies fill: for each tensor, one of its form, and its copies into the module."""
         return {
             part: {
-                name: (torch.empty(self._specs[name].shape, device="meta"), self._fills_of(name, part))
+                name: (
+                    torch.empty(self._specs[name].shape, dtype=dtype_of(self._specs[name]), device="meta"),
+                    self._fills_of(name, part),
+                )
                 for name in names
             }
             for part, names in self.converted_parts.items()
@@ -300,7 +303,7 @@ class TracedTarget:
     @cached_property
     def _fp8_layers(self) -> Fp8Layers:
         assert self._converter is not None
-        return Fp8Layers(self._converter, self._filled_parts)
+        return Fp8Layers(self._converter, self._filled_parts, _at_once)
 
     def get_ready(self) -> bool:
         """Find out how the engine quantises layers, for a while at a time."""
