@@ -287,8 +287,7 @@ class Fp8Layers:
     def _formula(self, part: nn.Module, weight: Fp8Weight) -> Generator[None, None, Formula | None]:
         """Find the formula that gives the engine's bits in all trials."""
         key = type(getattr(part, "quant_method", None)), weight.group
-        trials = _trials(weight)
-        if key not in self._formulas and trials <= _MOST_TRIALS:
+        if key not in self._formulas and (trials := _trials(weight)) <= _MOST_TRIALS:
             for formula in formulas(weight.group):
                 for trial in range(trials):
                     is_right = self._is_right(part, replace(weight, formula=formula), trial)
@@ -431,7 +430,13 @@ def _needed(weight: Fp8Weight) -> tuple[int, int]:
 
 
 def _trials(weight: Fp8Weight) -> int:
-    return -(-(_needed(weight)[0] + _UNUSUAL_GROUPS) // len(list(_whole_groups(weight))))
+    return -(-(_needed(weight)[0] + _UNUSUAL_GROUPS) // _count_whole_groups(weight))
+
+
+def _count_whole_groups(weight: Fp8Weight) -> int:
+    matrices, rows, columns = weight.shape
+    high, wide = _sizes(weight)
+    return matrices * (rows // high) * (columns // wide)
 
 
 def _whole_groups(weight: Fp8Weight) -> Iterator[tuple[slice, slice]]:
@@ -456,9 +461,9 @@ def _fill(matrix: torch.Tensor, weight: Fp8Weight, trial: int) -> None:
     high, wide = _sizes(weight)
     mantissas = 1 + torch.arange(_MANTISSAS) / _MANTISSAS
     others = (mantissas[:, None] * 2.0 ** -torch.arange(_EXPONENTS)).flatten()
-    places = list(_whole_groups(weight))
     # Unusual magnitudes first: most wrong formulas show there.
-    for number, (rows, columns) in enumerate(places, trial * len(places) - _UNUSUAL_GROUPS):
+    first = trial * _count_whole_groups(weight) - _UNUSUAL_GROUPS
+    for number, (rows, columns) in enumerate(_whole_groups(weight), first):
         if number >= needed:
             break
         is_usual = number >= 0
