@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Hashable
 from dataclasses import replace
+from unittest import mock
 
 import torch
 
-from drivetrain_weight_sync.copying.device_copies import ROWS, DeviceCopies, DeviceCopy, fits, window_of
+from drivetrain_weight_sync.copying import device_copies, device_kernel
+from drivetrain_weight_sync.copying.device_copies import (
+    ROWS,
+    DeviceCopies,
+    DeviceCopy,
+    Window,
+    compile_kernels,
+    digests_at_once,
+    fits,
+    window_of,
+)
+from drivetrain_weight_sync.copying.device_kernel import copy_and_fold
 from drivetrain_weight_sync.copying.digest import COLUMNS, digests, finished, part_sum
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2, torch.float8_e4m3fn)
@@ -106,9 +119,47 @@ def copy_parts() -> None:
         assert made.launch().read()[1] == ["1024"]
 
 
+class Launches:
+    """Notes what the kernel is launched with."""
+
+    def __init__(self) -> None:
+        self.grids: list[int] = []
+        self.variants: set[Hashable] = set()
+        """Alignment of the addresses and arguments that are compiled in, for each of which Triton compiles a variant."""
+
+    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+        def launch(*tensors: torch.Tensor, **compiled_in: Hashable) -> None:
+            self.grids += grid
+            self.variants.add((*(tensor.data_ptr() % 16 for tensor in tensors), *compiled_in.items()))
+            copy_and_fold[grid](*tensors, **compiled_in)
+
+        return launch
+
+
+def compile_before_copies() -> None:
+    """Copies launch only what was compiled before, also if the number of digests is odd."""
+    sources = {name: torch.randn(64, 64) for name in "abc"}
+    with mock.patch.object(device_kernel, "copy_and_fold", Launches()) as before:
+        compile_kernels(torch.device("cpu"), 64 * 64 * 4, windows=True)
+    assert len(before.grids) == 3
+    assert not any(before.grids), "nothing runs"
+    with (
+        mock.patch.object(device_kernel, "copy_and_fold", Launches()) as launched,
+        mock.patch.object(device_copies, "reaches", return_value=True),
+    ):
+        copies = [DeviceCopy(source, torch.empty_like(source), name) for name, source in sources.items()]
+        copies.append(DeviceCopy(sources["a"], torch.empty(32, 64), window=Window(2048, 0, 1024)))
+        DeviceCopies(copies).launch()
+        assert digests_at_once(sources | {"odd": torch.randn(3)}).keys() == {*sources, "odd"}
+        assert digests_at_once(sources) == digests(sources)
+    assert len(launched.grids) == 4
+    assert launched.variants == before.variants
+
+
 def main() -> None:
     cut_windows()
     copy_parts()
+    compile_before_copies()
     draw = torch.Generator().manual_seed(0)
     sizes = [4, 1020, 4 * COLUMNS, 4 * COLUMNS * ROWS, 4 * COLUMNS * ROWS + 8, 9 * COLUMNS * ROWS]
     sources = {

@@ -19,7 +19,7 @@ from typing import Final, NamedTuple, Self
 import numpy as np
 import torch
 
-from drivetrain_weight_sync.copying.digest import COLUMNS, finished, weights_on
+from drivetrain_weight_sync.copying.digest import COLUMNS, digests, finished, weights_on
 from drivetrain_weight_sync.copying.waiting import WAITING, wait_for
 
 ROWS: Final = 16
@@ -242,7 +242,8 @@ class DeviceCopies:
         most_rows = max(copy.rows_before - (-copy.source.nbytes // _ROW_BYTES) for copy in made) + 1 + ROWS
         weights = weights_on(self.device)
         self._weights = weights.a, weights.b, weights.per_row(most_rows)
-        shape = 2, max(len(self.order), 1)
+        # Even rows: Triton compiles a variant of the kernel for addresses that are no multiples of 16 bytes.
+        shape = 2, len(self.order) + len(self.order) % 2 or 2
         self._found = torch.zeros(shape, dtype=torch.int64, device=self.device) if found is None else found
         self._result = page_locked(self._found) if found is None else found
         self._launches = 0
@@ -269,6 +270,11 @@ class DeviceCopies:
         """Launch the kernels, which add to ``found``."""
         for kind, table in self._tables:
             self._run(table, kind)
+
+    def compile(self) -> None:
+        """Compile the kernels and load them to the GPU; nothing is copied."""
+        for kind, table in self._tables:
+            self._run(table[:0], kind)
 
     def _enqueue_all(self) -> None:
         self._found.zero_()
@@ -310,6 +316,36 @@ class DeviceCopies:
             PAIRS=kind.pairs,
             num_warps=_WARPS,
         )
+
+
+def compile_kernels(device: torch.device, nbytes: int, *, windows: bool) -> None:
+    """Compile and load what copies within a GPU will launch, and make the digest's weights; nothing is copied.
+
+    Tensors whose addresses or sizes are odd multiples of 8 bytes need further variants, which compile at their first
+    launch.
+
+    Args:
+        device: The GPU.
+        nbytes: Size of the largest tensor.
+        windows: True if there will be copies of windows.
+    """
+    source, destination = torch.zeros(2, 2, 4, dtype=torch.int64, device=device)
+    copies = [DeviceCopy(source, destination, "copied"), DeviceCopy(source, name="read")]
+    if windows:
+        copies.append(DeviceCopy(source, destination[:1], "part", Window(4, 0, 2)))
+    DeviceCopies(copies).compile()
+    weights_on(device).per_row(-(-nbytes // _ROW_BYTES) + 1 + ROWS)
+
+
+def digests_at_once(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Return the same as :func:`~drivetrain_weight_sync.copying.digest.digests`, with one launch for each GPU."""
+    by_device: dict[torch.device, list[DeviceCopy]] = {}
+    for name, tensor in tensors.items():
+        if reaches(tensor) and fits(copy := DeviceCopy(tensor, name=name)):
+            by_device.setdefault(tensor.device, []).append(copy)
+    launched = [DeviceCopies(copies).launch() for copies in by_device.values()]
+    found = {name: value for one in launched for name, value in one.read()[0].items()}
+    return found | digests({name: tensor for name, tensor in tensors.items() if name not in found})
 
 
 def page_locked(found: torch.Tensor) -> torch.Tensor:
@@ -396,8 +432,8 @@ class Looks:
         launched = [batch.launch(pace) for _, batch in self._batches.values()]
         values: dict[str, int] = {}
         strange: list[str] = []
-        for digests, names in (one.read() for one in launched):
-            values.update(digests)
+        for of_batch, names in (one.read() for one in launched):
+            values.update(of_batch)
             strange += names
         return values, strange
 

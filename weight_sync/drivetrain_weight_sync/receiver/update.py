@@ -11,7 +11,14 @@ import torch
 
 from drivetrain.errors import WeightTransferFailed, WeightVerifyFailed
 from drivetrain.types.weights import WeightUpdateRequest
-from drivetrain_weight_sync.copying.device_copies import DeviceCopies, DeviceCopy, Launched, fits, reaches
+from drivetrain_weight_sync.copying.device_copies import (
+    DeviceCopies,
+    DeviceCopy,
+    Launched,
+    digests_at_once,
+    fits,
+    reaches,
+)
 from drivetrain_weight_sync.copying.digest import digest, digests
 from drivetrain_weight_sync.receiver.kept_across_updates import HeldDigest, KeptAcrossUpdates
 from drivetrain_weight_sync.receiver.weight_target import WeightTarget
@@ -177,7 +184,7 @@ class Update:
         names = [name for name in self._digests if name not in trusted and name not in self._converted]
         self._target.finish()
         differ = self._target.differing()
-        found = digests({name: self._target.read(name) for name in names})
+        found = digests_at_once({name: self._target.read(name) for name in names})
         differ += [name for name, value in found.items() if not self._is_as_sent(name, value)]
         differ += [name for name, value in self._converted.items() if value != self._digests.get(name, value)]
         if differ:

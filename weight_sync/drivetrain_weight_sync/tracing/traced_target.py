@@ -18,11 +18,20 @@ from torch import nn
 
 from drivetrain.errors import EngineStateError, WeightSyncError, WeightTransferFailed
 from drivetrain.types.weights import TensorSpec, WeightManifest
-from drivetrain_weight_sync.copying.device_copies import DeviceCopies, DeviceCopy, Launched, fits, reaches, window_of
+from drivetrain_weight_sync.copying.device_copies import (
+    DeviceCopies,
+    DeviceCopy,
+    Launched,
+    compile_kernels,
+    fits,
+    is_available,
+    reaches,
+    window_of,
+)
 from drivetrain_weight_sync.copying.fp8_copies import Fp8Piece
 from drivetrain_weight_sync.copying.waiting import wait_for
 from drivetrain_weight_sync.tensors.checkpoint_names import listed
-from drivetrain_weight_sync.tensors.dtypes import dtype_name, dtype_of
+from drivetrain_weight_sync.tensors.dtypes import dtype_name, dtype_of, nbytes_of
 from drivetrain_weight_sync.tensors.storages import storage_of
 from drivetrain_weight_sync.tracing.conversion import Conversion
 from drivetrain_weight_sync.tracing.derived_tensors import Derived
@@ -75,6 +84,8 @@ class TracedTarget:
         self._at_once = at_once
         self._batches: dict[Hashable, DeviceCopies] = {}
         """Batches of copies, by the stable-address key of the tensors that they copy."""
+        self._is_compiled = False
+        """True once the copy kernels were compiled."""
         self._addresses: tuple[int, ...] = ()
         """Addresses of the engine's tensors when the batches were made."""
         self._launched: list[Launched] = []
@@ -306,7 +317,15 @@ class TracedTarget:
         return Fp8Layers(self._converter, self._filled_parts, _at_once)
 
     def get_ready(self) -> bool:
-        """Find out how the engine quantises layers, for a while at a time."""
+        """Compile kernels, and find out how the engine quantises layers, for a while at a time."""
+        if not self._is_compiled:
+            self._is_compiled = True
+            if self._at_once and is_available():
+                largest = max(map(nbytes_of, self._specs.values()), default=0)
+                parts = any(not copy.is_all_of(self._specs[name]) for name, own in self._copies.items() for copy in own)
+                for device in self._devices:
+                    compile_kernels(device, largest, windows=parts)
+                return False
         held = next((own for part in self._filled_parts for own in part.parameters(recurse=False)), None)
         if held is None or not reaches(held):
             return True
