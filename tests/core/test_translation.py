@@ -11,6 +11,7 @@ import pytest
 
 from drivetrain import EngineConfig, InvalidConfig, InvalidRequest, VersionSpan
 from drivetrain.backend.toolkit.translation import (
+    as_slice,
     context_length_of,
     eos_token_ids,
     require_experts,
@@ -80,3 +81,11 @@ def test_eos_ids_are_those_that_any_source_names() -> None:
     assert eos_token_ids(two, none, one, object()) == (4, 3, 5)
     assert eos_token_ids(none) == ()
     assert eos_token_ids({"eos_token_id": [4, 3]}, {"eos_token_id": 5}, {}) == (4, 3, 5)
+
+
+@pytest.mark.parametrize("numbers", [[], [3], [2, 3, 4], [4, 3, 2], [2, 4], [1, 1]])
+def test_a_slice_selects_the_same_as_its_numbers(numbers: list[int]) -> None:
+    every = list(range(6))
+    index = as_slice(numbers)
+    assert (every[index] if isinstance(index, slice) else [every[number] for number in index]) == numbers
+    assert isinstance(index, slice) == (numbers in ([3], [2, 3, 4]))

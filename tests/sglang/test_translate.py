@@ -196,7 +196,7 @@ def test_an_unknown_ending_is_no_ending() -> None:
         collected.result("v")
 
 
-def experts_in(rows: NDArray[np.int32], **asked: bool) -> translate.Collected:
+def experts_in(rows: NDArray[np.int16], **asked: bool) -> translate.Collected:
     """Return a sample of three prompt tokens and two output tokens, with such rows of SGLang's record."""
     collected = translate.Collected(
         request(SamplingParams.model_validate(asked)), expert_shape=(3, 1), expert_layers=[1, 2]
@@ -207,7 +207,7 @@ def experts_in(rows: NDArray[np.int32], **asked: bool) -> translate.Collected:
 
 
 def test_experts_are_those_of_the_tokens_that_are_asked_for() -> None:
-    every = np.arange(12, dtype=np.int32).reshape(4, 3, 1)
+    every = np.arange(12, dtype=np.int16).reshape(4, 3, 1)
     every[:, 0] = -1  # a layer without experts
     assert (
         translate.request_fields(request(SamplingParams(return_routed_experts=True)), "r", "k", stream=False)[
@@ -225,7 +225,7 @@ def test_experts_are_those_of_the_tokens_that_are_asked_for() -> None:
 
 
 def test_experts_that_were_not_recorded_are_an_error() -> None:
-    every = np.zeros((4, 3, 1), dtype=np.int32)
+    every = np.zeros((4, 3, 1), dtype=np.int16)
     every[1] = -1
     for rows in (every, every[2:], every[:0]):
         with pytest.raises(EngineInternalError, match="from token 0 on none"):

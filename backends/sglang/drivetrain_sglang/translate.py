@@ -17,6 +17,7 @@ from drivetrain.backend.toolkit.collected_sample import Added, CollectedSample
 from drivetrain.backend.toolkit.engine_versions import source_mentions
 from drivetrain.backend.toolkit.folder_pooling import PoolingMode
 from drivetrain.backend.toolkit.translation import (
+    as_slice,
     is_plain,
     no_token_allowed,
     non_finite_logits,
@@ -496,7 +497,7 @@ class Collected(CollectedSample):
     ) -> None:
         super().__init__(request)
         self._expert_shape = expert_shape
-        self._expert_layers = list(expert_layers)
+        self._expert_layers = as_slice(expert_layers)
         self._hidden: list[list[float]] = []
         self._meta: dict[str, Any] = {}
 
@@ -586,7 +587,7 @@ class Collected(CollectedSample):
         encoded, start = self._meta.get("routed_experts"), first - _first_with_experts(self.request)
         if not count:
             return RoutedExperts()
-        rows = np.frombuffer(base64.b64decode(encoded or ""), dtype=np.int32).reshape(-1, *self._expert_shape)
+        rows = np.frombuffer(base64.b64decode(encoded or ""), dtype=np.int16).reshape(-1, *self._expert_shape)
         found = rows[start : start + count, self._expert_layers]
         if len(found) < count or found.min() < 0:
             raise EngineInternalError(

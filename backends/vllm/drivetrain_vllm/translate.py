@@ -12,6 +12,7 @@ from drivetrain.backend.base import GenerateRequest, GenerateResult
 from drivetrain.backend.toolkit.collected_sample import Added, CollectedSample
 from drivetrain.backend.toolkit.engine_versions import source_mentions
 from drivetrain.backend.toolkit.translation import (
+    as_slice,
     is_plain,
     no_token_allowed,
     non_finite_logits,
@@ -443,7 +444,7 @@ class Collected(CollectedSample):
 
     def __init__(self, request: GenerateRequest, expert_layers: Sequence[int] = ()) -> None:
         super().__init__(request)
-        self._expert_layers = list(expert_layers)
+        self._expert_layers = as_slice(expert_layers)
         self._last: Any = None
         self._prompt: Any = None
         """Prompt logprobs, which come with the first chunk of a stream."""

@@ -23,6 +23,13 @@ def wants_experts(params: SamplingParams) -> bool:
     return params.return_routed_experts or params.return_prompt_routed_experts
 
 
+def as_slice(numbers: Sequence[int]) -> slice | list[int]:
+    """Return an index that selects these, a slice if they follow each other: numpy then copies nothing."""
+    if numbers and list(numbers) == list(range(numbers[0], numbers[-1] + 1)):
+        return slice(numbers[0], numbers[-1] + 1)
+    return list(numbers)
+
+
 def refused_field(error: BaseException) -> str:
     """Return the field that an engine's refusal of a request is about, by the error's words: its grammar, or any."""
     words = str(error).lower()
