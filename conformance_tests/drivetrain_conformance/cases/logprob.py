@@ -15,7 +15,7 @@ from drivetrain_conformance.assertions.common_checks import ending_prompt
 from drivetrain_conformance.assertions.same_answers import check_prefix, check_same
 from drivetrain_conformance.harness.case import case
 from drivetrain_conformance.harness.testbench import Bench
-from drivetrain_conformance.references.oracle import check_top, log_softmax, possible_ranks
+from drivetrain_conformance.references.oracle import check_prompt_ranks, check_top, log_softmax
 from drivetrain_conformance.references.reference_sampling import steps, with_effective_filters
 
 _TEMPERATURES: Final = (0.0, 0.5, 1.0, 1.7, 0.03)
@@ -405,17 +405,8 @@ async def prompt_ranks_count_the_tokens_that_are_as_likely(bench: Bench) -> None
     assert plain.prompt_ranks is None
     for completion in ranked:
         _assert_prompt_logprobs(bench, completion)
-        prompt, ranks = completion.prompt_token_ids, completion.prompt_ranks
-        assert ranks is not None, "it has no ranks"
-        assert len(ranks) == len(prompt)
-        assert ranks[0] is None, "the first token of a prompt follows nothing, so it has no rank"
-        rows = log_softmax(bench.oracle().logits(prompt))
-        for at, (rank, token, row) in enumerate(zip(ranks[1:], prompt[1:], rows[:-1], strict=True), start=1):
-            assert rank is not None, f"prompt token {at} has no rank"
-            expected = possible_ranks(row, token, bench.tolerance())
-            assert rank in expected, (
-                f"prompt token {at} has rank {rank}; the reference says {expected.start} to {expected.stop - 1}"
-            )
+        rows = log_softmax(bench.oracle().logits(completion.prompt_token_ids))
+        check_prompt_ranks(completion.prompt_ranks, completion.prompt_token_ids, rows, bench.tolerance())
 
 
 @case(Capability.PROMPT_LOGPROBS)

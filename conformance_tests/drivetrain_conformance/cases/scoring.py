@@ -24,7 +24,7 @@ from drivetrain_conformance.assets.made_adapters import has_layers, make_adapter
 from drivetrain_conformance.harness.case import case
 from drivetrain_conformance.harness.testbench import Bench
 from drivetrain_conformance.harness.time_limits import within
-from drivetrain_conformance.references.oracle import Logits, log_softmax
+from drivetrain_conformance.references.oracle import Logits, check_prompt_ranks, check_top, log_softmax
 
 _NEEDS: Final = (Capability.SCORE_TOKENS, Capability.SCORE_AT)
 _CHUNKED: Final = {"max_num_batched_tokens": 128, "max_num_seqs": 16}
@@ -136,7 +136,7 @@ async def _check_prompt_logprobs(bench: Bench, sequences: list[list[int]]) -> No
 
 
 def _assert_prompt_logprobs(bench: Bench, completion: Completion, expected: Completion) -> None:
-    """Assert that a prompt's own logprobs came beside its scores as they come without."""
+    """Assert that a prompt's own logprobs came beside its scores as they come without, and are the reference's."""
     found, wanted = completion.prompt_logprobs, expected.prompt_logprobs
     assert found is not None, "no prompt_logprobs came beside scores"
     assert wanted is not None
@@ -146,10 +146,14 @@ def _assert_prompt_logprobs(bench: Bench, completion: Completion, expected: Comp
     assert (completion.prompt_ranks is None) == (expected.prompt_ranks is None), "no prompt_ranks came beside scores"
     off = [abs((one or 0.0) - (other or 0.0)) for one, other in zip(found, wanted, strict=True)]
     assert max(off) <= 2 * bench.tolerance(), f"a prompt token's logprob differs by {max(off):.3g} nats beside scores"
+    rows = log_softmax(bench.oracle().logits(completion.prompt_token_ids))
+    if completion.prompt_ranks is not None:
+        check_prompt_ranks(completion.prompt_ranks, completion.prompt_token_ids, rows, bench.tolerance())
     tops = zip(completion.prompt_top_logprobs or (), expected.prompt_top_logprobs or (), strict=True)
-    for one, other in tops:
-        pairs = zip(one or (), other or (), strict=True)
-        assert all(abs(a[1] - b[1]) <= 2 * bench.tolerance() for a, b in pairs), "other likely tokens beside scores"
+    for at, (one, other) in enumerate(tops):
+        assert (one is None) == (other is None) == (at == 0)
+        if one is not None and other is not None:
+            check_top(one, rows[at - 1], len(other), bench.tolerance(), f"prompt token {at} beside scores")
 
 
 def _assert_shape(name: str, array: NDArray[np.generic], dtype: type[np.generic], *shape: int) -> None:

@@ -29,7 +29,7 @@ from drivetrain.types.sampling import (
 from drivetrain_conformance.engine_model.live_requests import Live, proceed, settle
 from drivetrain_conformance.engine_model.strategies import EBNF_AS_REGEX, FLAT, SCHEMA_AS_REGEX, Batch
 from drivetrain_conformance.harness.testbench import Bench, NoOracle
-from drivetrain_conformance.references.oracle import HiddenStatesOracle, check_top, log_softmax, possible_ranks
+from drivetrain_conformance.references.oracle import HiddenStatesOracle, check_prompt_ranks, check_top, log_softmax
 from drivetrain_conformance.references.reference_masks import check_mask
 from drivetrain_conformance.references.reference_sampling import steps
 from drivetrain_conformance.references.reference_stops import Ending, expected_ending
@@ -275,12 +275,8 @@ def _check_against_oracle(
         if value is not None:
             expected = prompt_rows[at - 1][prompt[at]]
             assert abs(value - expected) <= slack, f"prompt token {at} has logprob {value:.5f}, not {expected:.5f}"
-    for at, rank in enumerate(completion.prompt_ranks or ()):
-        if rank is not None:
-            ranks = possible_ranks(prompt_rows[at - 1], prompt[at], slack)
-            assert rank in ranks, (
-                f"prompt token {at} has rank {rank}; the reference says {ranks.start} to {ranks.stop - 1}"
-            )
+    if completion.prompt_ranks is not None:
+        check_prompt_ranks(completion.prompt_ranks, prompt, prompt_rows, slack)
     for at, top in enumerate(completion.prompt_top_logprobs or ()):
         if top is not None and params.prompt_logprobs:
             check_top(top, prompt_rows[at - 1], params.prompt_logprobs, slack, f"prompt token {at}")

@@ -92,6 +92,29 @@ def scores_in_the_place_of_prompt_logprobs(request: GenerateRequest) -> Generate
     return dataclasses.replace(request, params=params)
 
 
+@result_mutant("scoring/tokens_come_with_scores", says="prompt token 1 has rank")
+def ranks_from_zero_beside_scores(request: GenerateRequest, result: GenerateResult) -> GenerateResult:
+    """The most likely prompt token has rank 0 in a request that asks for scores too."""
+    if request.scoring is None or result.prompt_ranks is None:
+        return result
+    ranks = [None if rank is None else rank - 1 for rank in result.prompt_ranks]
+    return dataclasses.replace(result, prompt_ranks=ranks)
+
+
+@result_mutant("scoring/tokens_come_with_scores", says="prompt token 1 beside scores: the tokens named")
+def names_likely_prompt_tokens_by_other_ids_beside_scores(
+    request: GenerateRequest, result: GenerateResult
+) -> GenerateResult:
+    """The likely tokens of a prompt's position have each the next one's id in a request that asks for scores too."""
+    if request.scoring is None or not result.prompt_top_logprobs:
+        return result
+    turned = [
+        top and [(top[(at + 1) % len(top)][0], logprob) for at, (_, logprob) in enumerate(top)]
+        for top in result.prompt_top_logprobs
+    ]
+    return dataclasses.replace(result, prompt_top_logprobs=turned)
+
+
 @request_mutant("scoring/only_the_last_positions_are_scored", says="the logprob of its own token")
 def scores_the_first_positions(request: GenerateRequest) -> GenerateRequest:
     """The first positions are scored in place of the last ones."""

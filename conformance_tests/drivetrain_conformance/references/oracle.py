@@ -314,3 +314,25 @@ def possible_ranks(row: Logits, token: int, tolerance: float) -> range:
     """
     others = np.delete(row, token) - row[token]
     return range(1 + int((others > 2 * tolerance).sum()), 2 + int((others >= -2 * tolerance).sum()))
+
+
+def check_prompt_ranks(
+    ranks: Sequence[int | None] | None, token_ids: Sequence[int], rows: Logits, tolerance: float
+) -> None:
+    """Assert that each prompt token but the first has a rank that it may have.
+
+    Args:
+        ranks: Ranks as an engine returned them.
+        token_ids: The prompt.
+        rows: Logprobs after each of its tokens, of shape (tokens, vocabulary).
+        tolerance: How far each logprob may be from the engine's, in nats.
+    """
+    assert ranks is not None, "the prompt has no ranks"
+    assert len(ranks) == len(token_ids), f"{len(ranks)} ranks of {len(token_ids)} prompt tokens"
+    assert ranks[0] is None, "the first token of a prompt follows nothing, so it has no rank"
+    for at, (rank, token, row) in enumerate(zip(ranks[1:], token_ids[1:], rows[:-1], strict=True), start=1):
+        assert rank is not None, f"prompt token {at} has no rank"
+        expected = possible_ranks(row, token, tolerance)
+        assert rank in expected, (
+            f"prompt token {at} has rank {rank}; the reference says {expected.start} to {expected.stop - 1}"
+        )
