@@ -11,7 +11,9 @@ import pytest
 from drivetrain import Capability, InvalidConfig
 from drivetrain.backend.base import Backend, EngineStats
 from drivetrain.backend.toolkit.model_folder import config_levels
+from drivetrain.errors import WeightBaseMismatch
 from drivetrain.types.config import EngineConfig
+from drivetrain.types.weights import PluginSource, PrepareUpdate, WeightMessage, WeightReply
 from drivetrain_conformance.cases import all_cases
 from drivetrain_conformance.harness.run_profile import PROFILES
 from drivetrain_conformance.harness.runner import Runner
@@ -93,6 +95,12 @@ class CannotReadWeights(CorrectBackend):
                 raise InvalidConfig("a DeepseekV3ForCausalLM is not served", field="model")
         super().validate(config)
 
+    async def receive_weights(self, message: WeightMessage) -> WeightReply:
+        source = message.request.source if isinstance(message, PrepareUpdate) else None
+        if isinstance(source, PluginSource) and source.data.get("base") is not None:
+            raise WeightBaseMismatch("weights in another form cannot be the base of a delta")
+        return await super().receive_weights(message)
+
 
 RIGHT: dict[type[CorrectBackend], dict[str, Verdict]] = {
     KeepsNoCache: {**dict.fromkeys(CASES, Verdict.PASSED), OF_PREFIXES: Verdict.REFUSED},
@@ -103,7 +111,10 @@ RIGHT: dict[type[CorrectBackend], dict[str, Verdict]] = {
         "multimodal/another_sound_has_another_answer": Verdict.REFUSED,
         "openai/images_in_messages_reach_the_prompt": Verdict.REFUSED,
     },
-    CannotReadWeights: {"weight_sync/tied_weights_are_pushed_once_and_used_twice": Verdict.PASSED},
+    CannotReadWeights: {
+        "weight_sync/tied_weights_are_pushed_once_and_used_twice": Verdict.PASSED,
+        "weight_sync/only_what_changed_is_pushed": Verdict.PASSED,
+    },
     HasNoSeeds: {"openai/answers_are_json_where_tokens_cannot_be_drawn": Verdict.PASSED},
 }
 """Backends, and what the suite must say of them."""

@@ -29,9 +29,12 @@ from drivetrain.errors import (
     EngineStateError,
     InvalidWeights,
     NonFiniteLogits,
+    WeightBaseMismatch,
     WeightPlanMismatch,
     WeightVerifyFailed,
 )
+from drivetrain.types.capability import Capability
+from drivetrain.types.config import EngineConfig
 from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain.types.outputs import FinishReason, VersionSpan
 from drivetrain.types.weights import (
@@ -42,6 +45,7 @@ from drivetrain.types.weights import (
     CommunicatorSpec,
     DiskSource,
     LoadBuckets,
+    PluginSource,
     PrepareUpdate,
     TensorData,
     VerifyUpdate,
@@ -187,6 +191,25 @@ class refuses_narrower_floats(CorrectBackend):
             for name, tensor in tensors_of(Path(message.request.source.path)).items():
                 if name in held and f"torch.{held[name]}" != str(tensor.dtype):
                     raise WeightPlanMismatch(f"{name} is {tensor.dtype}", mismatched=[name])
+        return await super().receive_weights(message)
+
+
+@mutant("weight_sync/only_what_changed_is_pushed", says="of two pushes one sent all tensors")
+class takes_every_other_delta(CorrectBackend):
+    """Weights cannot be read back, and the base of every other delta is not the engine's."""
+
+    deltas = 0
+
+    @classmethod
+    def capabilities(cls, config: EngineConfig) -> frozenset[Capability]:
+        return super().capabilities(config) - {Capability.READ_WEIGHTS}
+
+    async def receive_weights(self, message: WeightMessage) -> WeightReply:
+        source = message.request.source if isinstance(message, PrepareUpdate) else None
+        if isinstance(source, PluginSource) and source.data.get("base") is not None:
+            self.deltas += 1
+            if self.deltas % 2:
+                raise WeightBaseMismatch("the delta's base is not the engine's last update")
         return await super().receive_weights(message)
 
 
