@@ -31,6 +31,11 @@ def tensors_of(folder: Path) -> Tensors:
     return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
+def is_of_vision(name: str) -> bool:
+    """Return True for the checkpoint name of a tensor of a vision model, or of the projector behind it."""
+    return any(part.startswith(("visual", "vision", "multi_modal_projector")) for part in name.split("."))
+
+
 def in_bfloat16(tensors: Tensors) -> Tensors:
     """Return the tensors as a mixed-precision trainer holds them."""
     return {name: tensor.bfloat16() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}

@@ -5,16 +5,28 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
+import tempfile
 from collections.abc import Hashable, Mapping
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
+
+import torch
 
 from drivetrain.backend.base import GenerateRequest, GenerateResult, ReadMedium
 from drivetrain.errors import InvalidRequest
 from drivetrain.types.config import EngineConfig, MediaLimits
 from drivetrain.types.outputs import Completion
 from drivetrain.types.prompts import ImageInput, MediaInput
+from drivetrain.types.weights import (
+    DiskSource,
+    PrepareUpdate,
+    SharedMemorySource,
+    WeightMessage,
+    WeightReply,
+    WeightUpdateRequest,
+)
+from drivetrain_conformance.assets.weight_sources import is_of_vision, tensors_of, write_checkpoint
 from drivetrain_conformance.mutants.registry import mutant
 from drivetrain_conformance.mutants.spoil import (
     CorrectBackend,
@@ -25,6 +37,7 @@ from drivetrain_conformance.mutants.spoil import (
     own,
     request_mutant,
 )
+from drivetrain_weight_sync.transports.shared_memory import SharedMemoryReader
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -56,6 +69,47 @@ class keeps_what_old_weights_saw(CorrectBackend):
             return result
         seen = self._seen.setdefault((tuple(request.prompt_token_ids), request.media), result)
         return dataclasses.replace(seen, weight_versions=result.weight_versions)
+
+
+class _LosesVision(CorrectBackend):
+    """Takes updates of one kind from a folder that has the vision model's earlier weights."""
+
+    kind: type[DiskSource | SharedMemorySource]
+    _held: dict[str, torch.Tensor] = own(dict)
+
+    async def receive_weights(self, message: WeightMessage) -> WeightReply:
+        if not isinstance(message, PrepareUpdate):
+            return await super().receive_weights(message)
+        request, model = message.request, Path(self.config.model)
+        if isinstance(request.source, DiskSource):
+            brought = tensors_of(Path(request.source.path))
+        else:
+            reader = SharedMemoryReader()
+            opened = reader.open(request, await self.weight_manifest())
+            buckets = range(len(opened.plan.buckets))
+            brought = {name: one.clone() for index in buckets for name, one in reader.tensors(index)}
+            reader.close()
+        held = self._held or tensors_of(model)
+        if isinstance(request.source, self.kind):
+            brought |= {name: one for name, one in held.items() if is_of_vision(name)}
+            folder = write_checkpoint(Path(tempfile.mkdtemp(prefix="drivetrain-mutant-")), model, brought)
+            message = PrepareUpdate(WeightUpdateRequest(version=request.version, source=DiskSource(path=str(folder))))
+        self._held.update(brought)
+        return await super().receive_weights(message)
+
+
+@mutant("multimodal/new_weights_see_an_image_anew", says=_BELOW)
+class loses_the_vision_model_of_a_folder(_LosesVision):
+    """An update from a folder leaves the vision model's weights as they were."""
+
+    kind = DiskSource
+
+
+@mutant("multimodal/new_weights_see_an_image_anew", says=_BELOW)
+class loses_the_vision_model_in_memory(_LosesVision):
+    """An update from shared memory leaves the vision model's weights as they were."""
+
+    kind = SharedMemorySource
 
 
 @mutant("multimodal/a_further_turn_adds_an_image", says=_BELOW)

@@ -9,9 +9,11 @@ from drivetrain.types.modes import PauseMode
 from drivetrain.types.outputs import FinishReason
 from drivetrain.types.prompts import ImageInput, TokenPrompt
 from drivetrain_conformance.assets.served_models import ModelKind
+from drivetrain_conformance.assets.weight_sources import is_of_vision, tensors_of, write_checkpoint
 from drivetrain_conformance.harness.case import case
 from drivetrain_conformance.harness.testbench import Bench, in_time
 from drivetrain_conformance.references.oracle import log_softmax
+from drivetrain_weight_sync import WeightSync
 
 if TYPE_CHECKING:
     pass
@@ -114,13 +116,26 @@ async def an_update_in_flight_sees_an_image_anew(bench: Bench) -> None:
 
 @case(Capability.IMAGES, Capability.WEIGHTS_DISK, model=ModelKind.VISION, config=BOUNDED, changes_weights=True)
 async def new_weights_see_an_image_anew(bench: Bench) -> None:
-    """After an update an image seen before is seen with the new weights, including the vision model's."""
-    other, images = bench.other_weights(), [png(pattern_pixel)]
-    await bench.engine.generate(with_images(images), SEEN)
-    await bench.engine.load_weights_from_disk(str(other), "new")
-    (completion,) = (await bench.engine.generate(with_images(images), SEEN)).completions
-    assert completion.weight_version in ("new", None)
-    check_seen(bench, completion, images, other)
+    """After an update an image seen before is seen with the new weights, including the vision model's.
+
+    Further updates change the vision model alone, then all but that, then everything; every second one comes from the
+    trainer's memory if the engine takes such.
+    """
+    engine, other, images = bench.engine, bench.other_weights(), [png(pattern_pixel)]
+    old, new = tensors_of(bench.model), tensors_of(other)
+    of_vision = {name: old[name] if is_of_vision(name) else new[name] for name in old}
+    mixed = write_checkpoint(bench.folder("mixed"), bench.model, of_vision)
+    await engine.generate(with_images(images), SEEN)
+    for number, model in enumerate((other, mixed, bench.model, other)):
+        version = f"new-{number}"
+        if number % 2 and bench.claims(Capability.WEIGHTS_SHARED_MEMORY):
+            async with WeightSync.connect(tensors_of(model), engine, "shared_memory") as sync:
+                await sync.push(version=version)
+        else:
+            await engine.load_weights_from_disk(str(model), version)
+        (completion,) = (await engine.generate(with_images(images), SEEN)).completions
+        assert completion.weight_version in (version, None)
+        check_seen(bench, completion, images, model)
 
 
 @case(Capability.IMAGES, Capability.READ_WEIGHTS, model=ModelKind.VISION, config=BOUNDED)
