@@ -90,12 +90,13 @@ class _LosesVision(CorrectBackend):
             brought = {name: one.clone() for index in buckets for name, one in reader.tensors(index)}
             reader.close()
         held = self._held or tensors_of(model)
-        if isinstance(request.source, self.kind):
-            brought |= {name: one for name, one in held.items() if is_of_vision(name)}
+        of_vision = {name: one for name, one in held.items() if is_of_vision(name)}
+        if of_vision and isinstance(request.source, self.kind):
+            brought |= of_vision
             folder = write_checkpoint(Path(tempfile.mkdtemp(prefix="drivetrain-mutant-")), model, brought)
             message = PrepareUpdate(WeightUpdateRequest(version=request.version, source=DiskSource(path=str(folder))))
         self._held.update(brought)
-        return await super().receive_weights(message)
+        return dataclasses.replace(await super().receive_weights(message), keeps_plan=False)
 
 
 @mutant("multimodal/new_weights_see_an_image_anew", says=_BELOW)
@@ -108,6 +109,13 @@ class loses_the_vision_model_of_a_folder(_LosesVision):
 @mutant("multimodal/new_weights_see_an_image_anew", says=_BELOW)
 class loses_the_vision_model_in_memory(_LosesVision):
     """An update from shared memory leaves the vision model's weights as they were."""
+
+    kind = SharedMemorySource
+
+
+@mutant("weight_sync/tied_weights_are_pushed_once_and_used_twice", says=("vision_tower", "projector"))
+class loses_the_vision_model_of_a_llava(_LosesVision):
+    """A push from memory to a LLaVA leaves its vision model and its projector as they were."""
 
     kind = SharedMemorySource
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
+from drivetrain.engine.engine import InferenceEngine
 from drivetrain.errors import InvalidRequest
 from drivetrain.types.modes import PauseMode
 from drivetrain.types.outputs import Completion
@@ -134,11 +135,11 @@ def _places(completion: Completion) -> set[int]:
     return {token for token, run in runs if len(list(run)) > 2}
 
 
-def media_tolerance(bench: Bench) -> float:
+def media_tolerance(bench: Bench, engine: InferenceEngine | None = None) -> float:
     """Return the allowed difference of a logprob from the oracle's; a GPU's convolutions round float32 to TF32."""
-    info = bench.engine.model_info
+    info = (engine or bench.engine).model_info
     is_rounded = info.device.startswith("cuda") and info.dtype == "float32"
-    return _OF_TF32 if is_rounded else bench.tolerance()
+    return _OF_TF32 if is_rounded else bench.tolerance(engine)
 
 
 def check_seen(
@@ -148,17 +149,19 @@ def check_seen(
     model: Path | None = None,
     videos: Sequence[Video] = (),
     sounds: Sequence[Sound] = (),
+    engine: InferenceEngine | None = None,
 ) -> None:
     """Raise unless a completion's tokens and logprobs are the oracle's greedy ones for these media."""
+    tolerance = media_tolerance(bench, engine)
     beside = f"{len(images)} images, {len(videos)} videos and {len(sounds)} sounds"
     assert completion.logprobs is not None
     assert completion.token_ids
     rows = log_softmax(output_logits(bench, completion, images, model, videos, sounds))
     expected = [float(row[token]) for row, token in zip(rows, completion.token_ids[: len(rows)], strict=True)]
     below = max(float(row.max()) - value for row, value in zip(rows, expected, strict=True))
-    assert below <= media_tolerance(bench), f"a greedy token beside {beside} is {below:.2g} nats below the most likely"
+    assert below <= tolerance, f"a greedy token beside {beside} is {below:.2g} nats below the most likely"
     worst = max(abs(one - other) for one, other in zip(completion.logprobs[: len(rows)], expected, strict=True))
-    assert worst <= media_tolerance(bench), (
+    assert worst <= tolerance, (
         f"logprobs beside {beside} are {worst:.2g} from those of the model: {completion.logprobs}"
     )
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from drivetrain.backend.toolkit.progress_bars import no_progress_bars
 from drivetrain.engine.engine import InferenceEngine
@@ -31,6 +31,8 @@ from drivetrain_conformance.assertions.same_answers import check_same
 from drivetrain_conformance.assertions.weight_checks import check_holds, check_made_by
 from drivetrain_conformance.assets.served_models import ModelKind
 from drivetrain_conformance.assets.weight_sources import Tensors, in_bfloat16, tensors_of, write_checkpoint
+from drivetrain_conformance.cases.multimodal.checks import SEEN, check_seen, with_images
+from drivetrain_conformance.cases.multimodal.media_files import pattern_pixel, png
 from drivetrain_conformance.cases.weight_sync.checks import NEW, check_serves, one_by_one, same_weights_again
 from drivetrain_conformance.cases.weight_sync.pushing import ONE_BUCKET, holds_float32, push_source, widened
 from drivetrain_conformance.harness.case import case
@@ -87,7 +89,8 @@ async def tied_weights_are_pushed_once_and_used_twice(bench: Bench) -> None:
     """A model with tied weights accepts them under either name, and uses the new weights in both places.
 
     stats() counts them once. Square matrices of gpt2, whose checkpoints hold them transposed, are not turned twice.
-    Tensors that engines compute when they load DeepSeek's, such as the halves of a projection, follow each update.
+    Tensors that engines compute when they load DeepSeek's, such as the halves of a projection, follow each update. The
+    vision model and the projector of a LLaVA, for which engines have names of their own, are updated too.
     """
     for architecture, fields in _PUSHED.items():
         folder = tiny_model(architecture, dtype=bench.models.dtype, **fields)
@@ -108,6 +111,7 @@ _PUSHED: Final[Mapping[str, Mapping[str, Any]]] = {
         "n_routed_experts": 1,
         "num_experts_per_tok": 1,
     },  # no layer has experts
+    "llava": {},
 }
 """Architectures, and fields of their configuration."""
 
@@ -131,6 +135,10 @@ async def _push_tied(bench: Bench, engine: InferenceEngine, folder: Path) -> Non
         check_made_by(bench, await bench.greedy(bench.prompts(3, engine=engine), engine=engine), other, engine)
         if engine.supports(Capability.READ_WEIGHTS):
             await check_holds(engine, tensors_of(other))
+        if engine.supports(Capability.IMAGES):
+            images = [png(pattern_pixel)]
+            (completion,) = (await engine.generate(with_images(images), SEEN)).completions
+            check_seen(bench, completion, images, other, engine=engine)
     if engine.supports(Capability.WEIGHTS_DISK):
         for path in (folder, other):
             await engine.load_weights_from_disk(str(path), path.name)
@@ -290,7 +298,9 @@ def _overflowing(tensor: torch.Tensor) -> torch.Tensor:
 def _module_of(folder: Path) -> PreTrainedModel:
     """Load a folder's model as a trainer holds it, in the checkpoint's dtype."""
     with no_progress_bars():
-        module: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+        config = AutoConfig.from_pretrained(folder)
+        kind = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+        module: PreTrainedModel = kind.from_pretrained(folder, dtype="auto")
     return module
 
 
