@@ -9,10 +9,12 @@ from typing import Final, TypeVar
 
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.engine.pause_and_sleep import PAUSE_CAPABILITY
+from drivetrain.errors import InvalidConfig, UnsupportedCapability
 from drivetrain.types.capability import Capability
 from drivetrain.types.modes import MemoryTag
 from drivetrain_conformance.assertions.memory_use import COUNTED, check_steady, held_by
 from drivetrain_conformance.assertions.weight_checks import load_all
+from drivetrain_conformance.assets.made_adapters import has_layers, make_adapter
 from drivetrain_conformance.assets.weight_sources import from_disk
 from drivetrain_conformance.harness.testbench import Bench
 from drivetrain_conformance.harness.time_limits import within
@@ -64,6 +66,33 @@ async def check_inputs_leave_nothing(bench: Bench, pool: Callable[[list[list[int
     await held_after_some()  # the first round fills caches
     room = {"bytes of memory": _ROUNDS * _ROOM, **COUNTED}
     await check_steady(held_after_some, room, f"{_ROUNDS * _BATCH} inputs that were embedded or scored")
+
+
+async def check_takes_no_adapter(bench: Bench, pool: Callable[[], Awaitable[_T]], off: Callable[[_T, _T], str]) -> None:
+    """Raise unless adapters are refused, as no call that embeds or scores takes one, and change nothing.
+
+    Args:
+        bench: Its engine has a task other than generation.
+        pool: Embeds or scores; the results before and after the refusals are compared.
+        off: Says how results differ from expected ones; "" if they do not.
+    """
+    engine, targets = bench.engine, ("q_proj", "v_proj")
+    said = ""
+    try:
+        bench.create(task=engine.config.task, enable_lora=True)
+    except (InvalidConfig, UnsupportedCapability) as error:
+        said = str(error)
+    assert "enable_lora" in said, f"enable_lora=True was {f'refused without its name: {said}' if said else 'accepted'}"
+    before, folder, missing = await pool(), bench.folder("adapter"), ""
+    if has_layers(bench.model, targets):
+        folder = make_adapter(bench.model, folder, seed=1, targets=targets).path
+    try:
+        await engine.load_lora_adapter("refused", str(folder))
+    except UnsupportedCapability as error:
+        missing = error.capability
+    assert missing == Capability.LORA.value, f"an adapter was {f'refused for {missing}' if missing else 'accepted'}"
+    difference = off(await pool(), before)
+    assert not difference, f"after an adapter was refused: {difference}"
 
 
 async def after_other_calls(engine: InferenceEngine) -> AsyncGenerator[str, None]:

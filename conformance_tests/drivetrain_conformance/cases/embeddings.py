@@ -20,6 +20,7 @@ from drivetrain_conformance.assertions.pooled_inputs import (
     after_other_calls,
     check_inputs_leave_nothing,
     check_one_version,
+    check_takes_no_adapter,
     longest_input,
     many_lengths,
 )
@@ -205,10 +206,14 @@ async def bad_prompts_are_refused(bench: Bench) -> None:
 
 @case(Capability.EMBED, config=_CONFIG)
 async def an_embedding_engine_does_not_generate(bench: Bench) -> None:
-    """An engine made for embeddings refuses generate(), naming the task, and serves on."""
+    """An engine made for embeddings refuses generate(), naming the task, and serves on.
+
+    It refuses adapters too, which no call that embeds takes, and its vectors stay what they were.
+    """
     with refused(InvalidRequest, field="task"):
         await bench.engine.generate(bench.prompt(), {"max_new_tokens": 2})
-    assert await bench.engine.encode_single(bench.prompt())
+    prompts = bench.prompts(4, 9)
+    await check_takes_no_adapter(bench, partial(bench.engine.encode, prompts), partial(_difference, bench))
 
 
 @case(Capability.EMBED)

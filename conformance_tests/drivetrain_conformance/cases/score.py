@@ -15,6 +15,7 @@ from drivetrain_conformance.assertions.pooled_inputs import (
     after_other_calls,
     check_inputs_leave_nothing,
     check_one_version,
+    check_takes_no_adapter,
     longest_input,
     many_lengths,
 )
@@ -107,10 +108,14 @@ async def sequences_that_cannot_be_are_refused(bench: Bench) -> None:
 
 @case(Capability.REWARD_SCORE, model=ModelKind.REWARD, config=_CONFIG)
 async def a_reward_engine_does_not_generate(bench: Bench) -> None:
-    """An engine made for scores refuses generate(), naming the task, and serves on."""
+    """An engine made for scores refuses generate(), naming the task, and serves on.
+
+    It refuses adapters too, which no call that scores takes, and its scores stay what they were.
+    """
     with refused(InvalidRequest, field="task"):
         await bench.engine.generate(bench.prompt(), {"max_new_tokens": 2})
-    assert len(await bench.engine.score(bench.prompts(1), bench.prompts(1))) == 1
+    sequences = bench.prompts(4, 9)
+    await check_takes_no_adapter(bench, partial(_score_wholes, bench, sequences), partial(_far, bench))
 
 
 @case(Capability.REWARD_SCORE)

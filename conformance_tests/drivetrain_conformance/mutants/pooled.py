@@ -11,6 +11,7 @@ from typing import TypeVar
 import numpy as np
 
 from drivetrain.backend.base import Backend
+from drivetrain.engine.engine import InferenceEngine
 from drivetrain.engine.pooling import Pooling
 from drivetrain.types.config import EngineConfig, Task
 from drivetrain.types.modes import PauseMode
@@ -174,6 +175,33 @@ class scores_in_bfloat16_after_a_pause(_OnceFrozen):
     async def reward_score(self, sequences: list[list[int]]) -> list[float]:
         scores = await super().reward_score(sequences)
         return [*map(in_bfloat16, scores)] if self._was_frozen else scores
+
+
+@mutant("score/a_reward_engine_does_not_generate", says="after an adapter was refused: scores")
+class scores_in_bfloat16_after_a_refused_adapter(InferenceEngine):
+    """Once an adapter was refused, scores pass through bfloat16."""
+
+    _was_asked = False
+
+    async def load_lora_adapter(
+        self, lora_name: str, lora_path: str | os.PathLike[str], *, pinned: bool = False
+    ) -> None:
+        self._was_asked = True
+        await super().load_lora_adapter(lora_name, lora_path, pinned=pinned)
+
+    async def score(self, input_ids: Sequence[Sequence[int]], output_ids: Sequence[Sequence[int]]) -> list[float]:
+        scores = await super().score(input_ids, output_ids)
+        return [*map(in_bfloat16, scores)] if self._was_asked else scores
+
+
+@mutant("embeddings/an_embedding_engine_does_not_generate", says="an adapter was accepted")
+class takes_an_adapter_that_changes_no_vector(InferenceEngine):
+    """An adapter is loaded beside embeddings, none of which it changes."""
+
+    async def load_lora_adapter(
+        self, lora_name: str, lora_path: str | os.PathLike[str], *, pinned: bool = False
+    ) -> None:
+        """Load nothing."""
 
 
 @mutant("embeddings/the_pooling_of_the_folder_is_applied_or_refused", says="vectors are others after a pause")
