@@ -7,11 +7,14 @@ import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from drivetrain import EngineHandle, InferenceEngine
 from warm_python import Program, running
+
+KEY = "a key of enough characters"
 
 
 class Wire:
-    """A TCP port in front of an engine's, whose connections can be cut."""
+    """A TCP port in front of an engine's, whose connections can be cut, and whose answers can be held back."""
 
     def __init__(self) -> None:
         self.target = 0
@@ -20,6 +23,8 @@ class Wire:
         """Number of connections that are dropped after the owner's first message."""
         self.dropped = 0
         self._open: set[asyncio.StreamWriter] = set()
+        self._answers = asyncio.Event()
+        self._answers.set()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Copy between a connection and a new one to the target."""
@@ -35,21 +40,46 @@ class Wire:
             there.close()
             return
         self._open |= {writer, there}
-        await asyncio.gather(self._copy(reader, there), self._copy(there_reader, writer))
+        await asyncio.gather(self._copy(reader, there), self._copy(there_reader, writer, self._answers))
 
-    async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _copy(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, may_pass: asyncio.Event | None = None
+    ) -> None:
         try:
             while data := await reader.read(1 << 16):
+                if may_pass is not None:
+                    await may_pass.wait()
                 writer.write(data)
         except OSError:
             pass
         writer.close()
+
+    def hold_answers(self) -> None:
+        """Keep back what the engine sends, until :meth:`let_answers_pass`."""
+        self._answers.clear()
+
+    def let_answers_pass(self) -> None:
+        """Deliver what was kept back, in order."""
+        self._answers.set()
 
     def cut(self) -> None:
         """Break every connection."""
         for writer in self._open:
             writer.transport.abort()
         self._open.clear()
+
+
+@asynccontextmanager
+async def wired(engine: InferenceEngine) -> AsyncIterator[tuple[Wire, EngineHandle]]:
+    """Put a wire in front of an engine."""
+    wire = Wire()
+    wire.target = (await engine.handle("127.0.0.1:0", key=KEY)).tcp[1]
+    server = await asyncio.start_server(wire.serve, "127.0.0.1", 0)
+    try:
+        yield wire, EngineHandle(f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}", KEY)
+    finally:
+        server.close()
+        wire.cut()
 
 
 @asynccontextmanager

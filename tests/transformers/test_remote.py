@@ -7,8 +7,7 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,6 @@ from drivetrain import (
     ConnectionLost,
     EngineConfig,
     EngineDied,
-    EngineHandle,
     EngineStateError,
     InferenceEngine,
     InvalidConfig,
@@ -33,11 +31,10 @@ from drivetrain.text.tokenizer_files import load_tokenizer, read_tokenizer_files
 from drivetrain_conformance.harness.time_limits import within
 from drivetrain_weight_sync import WeightSync
 from engines import OpenEngine, owner_of, tensors_for, until
-from remote_hosts import Wire, host, printed
+from remote_hosts import KEY, host, printed, wired
 
 GREEDY = SamplingParams(max_new_tokens=6, temperature=0.0, logprobs=0)
 LONG = SamplingParams(max_new_tokens=900, temperature=0.0, ignore_eos=True)
-KEY = "a key of enough characters"
 BOUND = 60.0
 
 
@@ -147,19 +144,6 @@ def test_only_files_of_the_tokenizer_are_lent(model: Path) -> None:
 
 
 # A connection that breaks --------------------------------------------------------------------------------------------
-
-
-@asynccontextmanager
-async def wired(engine: InferenceEngine) -> AsyncIterator[tuple[Wire, EngineHandle]]:
-    """Put a wire in front of an engine."""
-    wire = Wire()
-    wire.target = (await engine.handle("127.0.0.1:0", key=KEY)).tcp[1]
-    server = await asyncio.start_server(wire.serve, "127.0.0.1", 0)
-    try:
-        yield wire, EngineHandle(f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}", KEY)
-    finally:
-        server.close()
-        wire.cut()
 
 
 async def test_a_broken_connection_is_made_again(open_engine: OpenEngine) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from typing import Final
 
-from drivetrain.attached.connection import Connected, connect
+from drivetrain.attached.connection import Connected, OwnerConnection, connect
+from drivetrain.backend.toolkit.deadlines import deadline
 from drivetrain.engine.shared_state import EngineFacts, SharedState
 from drivetrain.errors import (
     ConnectionLost,
@@ -31,10 +32,20 @@ REPEATED: Final = frozenset(
     | {"reward_score"}
 )
 """Calls that change nothing, so that they are sent again when the connection broke."""
+_LEFT_AT_ONCE: Final = REPEATED | {"generate"}
+"""Calls whose end a caller that is cancelled does not wait for: they leave the engine's state as it is."""
+_UNDONE_BY: Final[Mapping[str, tuple[str, ...]]] = {
+    "prepare_weight_update": ("forget_weight_update",),
+    "begin_update": ("break_off_update", "its begin was cancelled"),
+}
+"""Calls that leave something to their caller, each with the call that ends it for a caller that was cancelled."""
 
 
 class Owner:
     """Calls the owner of one engine. Bound to the event loop that :meth:`start` runs in.
+
+    A cancelled call that may change the engine has ended there when ``CancelledError`` is raised, so that the state is
+    no older than the call. The wait for its end is bounded by ``timeouts.close``.
 
     When the connection breaks, it is made again within ``timeouts.heartbeat``; calls wait meanwhile. Calls that were
     under way then raise :class:`ConnectionLost`, unless they change nothing: those are sent again. If no connection can
@@ -100,10 +111,23 @@ class Owner:
         while True:
             connected = await self._usable(name)
             try:
-                return await connected.connection.call(SHARED_METHODS[name], arguments)
+                return await self._call(connected.connection, name, arguments)
             except ConnectionLost:
                 if name not in REPEATED:
                     raise
+
+    async def _call(self, connection: OwnerConnection, name: str, arguments: tuple[object, ...]) -> object:
+        method = SHARED_METHODS[name]
+        if name in _LEFT_AT_ONCE:
+            return await connection.call(method, arguments)
+        seconds = self.facts.config.timeouts.close
+        undo = functools.partial(self._undo, connection, name) if name in _UNDONE_BY else None
+        return await connection.call_to_its_end(method, arguments, seconds, undo)
+
+    async def _undo(self, connection: OwnerConnection, name: str) -> None:
+        undone_by, *arguments = _UNDONE_BY[name]
+        async with deadline(self.facts.config.timeouts.control, f"the engine's owner to undo {name}"):
+            await connection.call(SHARED_METHODS[undone_by], arguments)
 
     async def stream(self, name: str, *arguments: object) -> AsyncGenerator[object, None]:
         """Call a method that yields."""

@@ -25,7 +25,7 @@ from drivetrain.engine.requests_in_flight import RequestsInFlight
 from drivetrain.engine.served_weights import ServedWeights
 from drivetrain.engine.states import EngineState, EngineStatus
 from drivetrain.engine.validation import absolute_path, check_seconds
-from drivetrain.engine.weight_transaction import WeightTransaction, as_transfer_error
+from drivetrain.engine.weight_transaction import SOURCE_CAPABILITY, WeightTransaction, as_transfer_error
 from drivetrain.engine.weight_updates import WeightUpdates
 from drivetrain.errors import DrivetrainError
 from drivetrain.process.shared_engine import AppliedUpdate
@@ -241,6 +241,10 @@ class AttachedUpdates(WeightUpdates):
 
     _at_owner: tuple[WeightUpdateRequest, int] | None = None
     """The request that the owner has prepared, and the number of the connection that it was prepared over."""
+
+    def require_update_from(self, kind: str) -> None:
+        """Raise unless an update from a source of this kind is claimed; the owner raises if none may begin now."""
+        self.controller.require(f"a weight update from {kind}", SOURCE_CAPABILITY[kind])
 
     def _has_prepared(self, request: WeightUpdateRequest) -> bool:
         return self._at_owner is not None and self._at_owner[0] is request and self._at_owner[1] == self._connections()

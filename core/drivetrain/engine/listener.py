@@ -262,7 +262,7 @@ class HolderConnection(RpcServer):
 
     async def _undo(self, calls: HolderCalls) -> None:
         try:
-            running = [task for task, _ in self._running.values()]
+            running = [*(task for task, _ in self._running.values()), *self._given_up.values()]
             if running:
                 await asyncio.wait(running)
             await calls.undo()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import itertools
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import cast
 
 from drivetrain.errors import DrivetrainError, EngineStateError, InvalidRequest, WireError
@@ -46,6 +46,8 @@ class RpcClient(asyncio.Protocol):
         self._ids = itertools.count(1)
         self._calls: dict[int, tuple[Method, asyncio.Future[object]]] = {}
         self._streams: dict[int, _Stream] = {}
+        self._given_up: dict[int, asyncio.Future[bool]] = {}
+        """Cancelled calls whose end is awaited. The result: true if the call had returned before it was cancelled."""
         self._transport: asyncio.Transport | None = None
         self._refusal: Callable[[], DrivetrainError] | None = None
 
@@ -64,6 +66,60 @@ class RpcClient(asyncio.Protocol):
             if self._calls.pop(call_id, None) is not None:
                 self._send(Cancel(call_id))
             raise
+
+    async def call_to_its_end(
+        self,
+        method: Method,
+        arguments: Sequence[object],
+        seconds: float,
+        undo: Callable[[], Awaitable[object]] | None = None,
+    ) -> object:
+        """Call a method as :meth:`call` does; a call that is cancelled has ended when this raises.
+
+        Args:
+            method: The method.
+            arguments: Its arguments.
+            seconds: Longest wait for the end of a cancelled call.
+            undo: Called if the method had returned before the cancellation reached it.
+
+        Raises:
+            DrivetrainError: as for :meth:`call`.
+        """
+        call_id = self._send_call(method, arguments)
+        reply: asyncio.Future[object] = self._loop.create_future()
+        self._calls[call_id] = method, reply
+        try:
+            return await reply
+        except asyncio.CancelledError as cancelled:
+            if self._calls.pop(call_id, None) is None:
+                returned = not reply.cancelled() and reply.exception() is None
+            else:
+                returned = await self._ended(call_id, seconds)
+            if returned and undo is not None:
+                try:
+                    await undo()
+                except DrivetrainError as error:
+                    cancelled.add_note(f"{method.name} had returned, and could not be undone: {error}")
+            raise
+
+    async def _ended(self, call_id: int, seconds: float) -> bool:
+        """Cancel a call and wait for its end; return True if it had returned before."""
+        end = self._given_up[call_id] = self._loop.create_future()
+        self._send(Cancel(call_id))
+        try:
+            await asyncio.wait([end], timeout=seconds)
+        finally:
+            del self._given_up[call_id]
+        return end.done() and end.result()
+
+    def _over(self, call_id: int, *, returned: bool) -> bool:
+        """Wake who waits for the end of a cancelled call; return False if nobody does."""
+        end = self._given_up.get(call_id)
+        if end is None:
+            return False
+        if not end.done():
+            end.set_result(returned)
+        return True
 
     async def stream(self, method: Method, arguments: Sequence[object]) -> AsyncGenerator[object, None]:
         """Call a method that yields; closing the iterator early closes it at the other end."""
@@ -92,6 +148,8 @@ class RpcClient(asyncio.Protocol):
                 reply.set_exception(error())
         for stream in streams.values():
             stream.end(error())
+        for call_id in self._given_up:
+            self._over(call_id, returned=False)
 
     @property
     def refusal(self) -> DrivetrainError | None:
@@ -164,12 +222,14 @@ class RpcClient(asyncio.Protocol):
         elif isinstance(message, End):
             if (stream := self._streams.pop(message.id, None)) is not None:
                 stream.end(None)
-            else:
+            elif not self._over(message.id, returned=False):
                 self._not_for_a_call("an End", message.id)
         elif isinstance(message, Failure):
             self._failed(message)
 
     def _reply(self, message: Reply) -> None:
+        if self._over(message.id, returned=True):
+            return
         method, reply = self._calls.pop(message.id, (None, None))
         if (stream := self._streams.pop(message.id, None)) is not None:
             self._send(Cancel(message.id))
@@ -204,6 +264,8 @@ class RpcClient(asyncio.Protocol):
         error = self._exception(message)
         if message.id == 0:
             self.fail(lambda: exception(message))
+        elif self._over(message.id, returned=False):
+            return
         elif (stream := self._streams.pop(message.id, None)) is not None:
             stream.end(error)
         elif (waiting := self._calls.pop(message.id, None)) is not None and not waiting[1].done():

@@ -28,6 +28,8 @@ class RpcServer(asyncio.Protocol, ABC):
         self._methods = methods
         self._frames = FrameReader(frame_limit)
         self._running: dict[int, tuple[asyncio.Task[object], list[object]]] = {}
+        self._given_up: dict[int, asyncio.Task[object]] = {}
+        """Calls that their caller has cancelled and that are not over."""
         self._over = False
 
     # For subclasses --------------------------------------------------------------------------------------------------
@@ -117,15 +119,17 @@ class RpcServer(asyncio.Protocol, ABC):
         if method is None:
             raise WireError(f"there is no method {call.method!r}; known: {', '.join(self._methods)}")
         self._target(call)
-        if call.id in self._running:
+        if call.id in self._running or call.id in self._given_up:
             raise WireError(f"call {call.id} is still running; every call needs an id of its own")
         return method, method.unpack(call.arguments)
 
     def _cancel(self, call_id: int) -> None:
-        running = self._running.pop(call_id, None)
-        if running is None:
+        running = self._running.get(call_id)
+        if running is None or running[0].done():
             return  # it ended while the cancellation was in transit
+        del self._running[call_id]
         task, arguments = running
+        self._given_up[call_id] = task
         task.cancel()
         self._cancelled(arguments)
 
@@ -141,7 +145,13 @@ class RpcServer(asyncio.Protocol, ABC):
                 await close()
 
     def _done(self, call_id: int, method: Method, task: asyncio.Task[object]) -> None:
+        given_up = self._given_up.pop(call_id, None) is not None and not self._over
         waited_for = self._running.pop(call_id, None) is not None and not self._over
+        if given_up and not method.streams:
+            if task.cancelled() or task.exception() is not None:
+                self._writes.put(End(call_id))
+            else:
+                waited_for = True  # it returned nevertheless
         if task.cancelled():
             if waited_for:
                 self._writes.put(failure(call_id, EngineInternalError(f"the engine cancelled {method.name} by itself")))

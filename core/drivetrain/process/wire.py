@@ -13,7 +13,7 @@ import msgspec
 from drivetrain.backend.base import StopKind
 from drivetrain.errors import WireError
 
-WIRE_VERSION: Final = 9
+WIRE_VERSION: Final = 10
 """Increases whenever a message, a method, or a type in a method's signature changes."""
 
 HANDSHAKE_LIMIT: Final = 16 * 2**20
@@ -92,7 +92,7 @@ class Item(_Message, frozen=True):
 
 
 class End(_Message, frozen=True):
-    """A stream is exhausted."""
+    """A stream is exhausted, or a call that was cancelled is over."""
 
     id: int
 
@@ -155,7 +155,7 @@ class Call(_Message, frozen=True):
 
 
 class Cancel(_Message, frozen=True):
-    """Cancel a call whose caller stopped waiting; a generation is aborted."""
+    """Cancel a call whose caller stopped waiting; a generation is aborted. If it is no stream, ``End`` follows."""
 
     id: int
 
