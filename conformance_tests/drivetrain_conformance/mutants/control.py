@@ -213,9 +213,9 @@ def restarts_the_retracted(backend: type[Backend]) -> type[Backend]:
 class pauses_without_waiting(PauseAndSleep):
     """A pause that waits for the requests in flight returns before they have ended."""
 
-    async def quiesce(self, mode: PauseMode) -> None:
+    async def quiesce(self, mode: PauseMode, seconds: float) -> None:
         if mode is not PauseMode.WAIT:
-            await super().quiesce(mode)
+            await super().quiesce(mode, seconds)
 
 
 @mutant("pause/a_stream_that_arrives_waits", says="assert chunks == []")
@@ -230,10 +230,10 @@ class serves_arrivals_while_paused(Controller):
 class aborts_what_waits_at_a_pause(PauseAndSleep):
     """A pause that aborts also ends requests that were waiting, which should run later."""
 
-    async def quiesce(self, mode: PauseMode) -> None:
+    async def quiesce(self, mode: PauseMode, seconds: float) -> None:
         if mode is PauseMode.ABORT:
             await self.in_flight.abort(None)
-        await super().quiesce(mode)
+        await super().quiesce(mode, seconds)
 
 
 @mutant("pause/an_unknown_mode_is_refused", says="there is no pause mode 'hibernate', but it was taken")

@@ -13,6 +13,7 @@ from drivetrain.engine.loaded_adapters import LoadedAdapters, LoadedLora
 from drivetrain.engine.pause_and_sleep import PauseAndSleep
 from drivetrain.engine.requests_in_flight import RequestsInFlight
 from drivetrain.engine.served_weights import ServedWeights
+from drivetrain.engine.tasks import to_its_end
 from drivetrain.engine.weight_updates import WeightUpdates
 from drivetrain.errors import DrivetrainError, EngineBusy, InvalidRequest
 from drivetrain.types.capability import Capability
@@ -86,13 +87,11 @@ class Adapters:
             async with self.controller.bounded(f"the LoRA adapter {name!r} to load"):
                 given = source.path if isinstance(source, LoraSource) else request
                 new = await self._load(name, given, old is not None and old.pinned)
-            surplus: LoadedLora | None = new
             try:
                 async with self._without_users(request, name):
-                    await self.weights.label(request.version)
-                    self._serve(request.version, name, new)
-                    surplus = old
+                    await to_its_end(self._label_and_serve(request.version, name, new))
             finally:
+                surplus = old if self.loaded.find(name) is new else new
                 if surplus is not None:
                     await self._unload_surplus(name, surplus.backend_name)
 
@@ -132,6 +131,10 @@ class Adapters:
                 yield
             finally:
                 self.controller.move_to(before)
+
+    async def _label_and_serve(self, version: str, name: str, adapter: LoadedLora) -> None:
+        await self.weights.label(version)
+        self._serve(version, name, adapter)
 
     def _serve(self, version: str, name: str, adapter: LoadedLora) -> None:
         self.loaded.put(name, adapter)

@@ -10,6 +10,7 @@ from drivetrain.backend.toolkit.deadlines import deadline
 from drivetrain.engine.controller import Controller
 from drivetrain.engine.requests_in_flight import RequestsInFlight
 from drivetrain.engine.states import EngineStatus
+from drivetrain.engine.tasks import to_its_end
 from drivetrain.engine.validation import check_seconds
 from drivetrain.errors import DeadlineExceeded, EngineBusy, EngineInternalError, EngineStateError, InvalidRequest
 from drivetrain.types.capability import Capability
@@ -56,28 +57,32 @@ class PauseAndSleep:
             self.refuse_waiting_for_frozen(mode)
             self.controller.move_to(before.pause(mode))
             try:
-                await self.quiesce(mode)
+                await self.quiesce(mode, seconds)
             except BaseException:
-                self.controller.move_to(before)
+                await to_its_end(self._go_on(before))
                 raise
 
     async def resume(self) -> None:
         """Let frozen and waiting requests go on."""
         self.controller.status.require_open("continue_generation()")
         async with self.controller.controlling("continue_generation()"):
-            after = self.controller.status.resume()
-            await self.unfreeze_if_free(after)
-            self.controller.move_to(after)
+            await to_its_end(self._go_on(self.controller.status.resume()))
 
     async def lift(self) -> None:
         """Drop the pause of a holder that is gone. If weights are dirty, requests stay frozen until the next update."""
         async with self.controller.controlling("continue_generation()"):
-            after = self.controller.status.lift_pause()
-            await self.unfreeze_if_free(after)
-            self.controller.move_to(after)
+            await to_its_end(self._go_on(self.controller.status.lift_pause()))
 
-    async def quiesce(self, mode: PauseMode) -> None:
-        """Abort, await or freeze the requests in flight, as ``mode`` says. The gate is shut."""
+    async def _go_on(self, after: EngineStatus) -> None:
+        """Take the next status, and unfreeze requests unless it keeps them frozen."""
+        await self.unfreeze_if_free(after)
+        self.controller.move_to(after)
+
+    async def quiesce(self, mode: PauseMode, seconds: float) -> None:
+        """Abort, await or freeze the requests in flight, as ``mode`` says. The gate is shut.
+
+        A freeze takes at most ``seconds``, and is not interrupted: otherwise nobody would know if requests are frozen.
+        """
         match mode:
             case PauseMode.ABORT:
                 await self.in_flight.abort_running()
@@ -86,7 +91,11 @@ class PauseAndSleep:
                 await self.in_flight.drained_first()
             case PauseMode.IN_PLACE | PauseMode.RETRACT:
                 self._frozen = True
-                await self.backend.freeze(mode)
+                await to_its_end(self._freeze(mode, seconds))
+
+    async def _freeze(self, mode: PauseMode, seconds: float) -> None:
+        async with deadline(seconds, f"requests to freeze ({mode.value})"):
+            await self.backend.freeze(mode)
 
     def refuse_waiting_for_frozen(self, mode: PauseMode) -> None:
         """Raise :class:`EngineStateError` if ``mode`` would wait for requests that are frozen."""
@@ -134,11 +143,17 @@ class PauseAndSleep:
             with controller.shut_gate():
                 await self.clear_for_sleep(abort_first, drain_timeout)
                 after = controller.status.sleep(chosen, keeps_weights=keeps)
-                new = chosen - controller.status.asleep
-                if new:
-                    async with self._failing(), deadline(seconds, "the engine to fall asleep"):
-                        await self.backend.sleep(new)
-                controller.move_to(after)
+                await to_its_end(self._fall_asleep(chosen - controller.status.asleep, after, seconds))
+
+    async def _fall_asleep(self, new: frozenset[MemoryTag], after: EngineStatus, seconds: float) -> None:
+        try:
+            if new:
+                async with self._failing(), deadline(seconds, "the engine to fall asleep"):
+                    await self.backend.sleep(new)
+        except DeadlineExceeded:
+            self.controller.move_to(after)  # it may fall asleep yet
+            raise
+        self.controller.move_to(after)
 
     async def clear_for_sleep(self, abort_first: bool, drain_timeout: float) -> None:
         """Abort or await the requests in flight; retracted ones hold no cache and may stay.
@@ -170,13 +185,14 @@ class PauseAndSleep:
         seconds = check_seconds(timeout, self.controller.config.timeouts.control)
         self.controller.status.wake(chosen)
         async with self.controller.controlling("wake_up()"):
-            after = self.controller.status.wake(chosen)
             waking = chosen & self.controller.status.asleep
-            if waking:
-                async with self._failing(), deadline(seconds, "the engine to wake up"):
-                    await self.backend.wake_up(waking)
-            await self.unfreeze_if_free(after)
-            self.controller.move_to(after)
+            await to_its_end(self._awaken(waking, self.controller.status.wake(chosen), seconds))
+
+    async def _awaken(self, waking: frozenset[MemoryTag], after: EngineStatus, seconds: float) -> None:
+        if waking:
+            async with self._failing(), deadline(seconds, "the engine to wake up"):
+                await self.backend.wake_up(waking)
+        await self._go_on(after)
 
     @asynccontextmanager
     async def _failing(self) -> AsyncGenerator[None, None]:

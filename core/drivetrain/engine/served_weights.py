@@ -8,6 +8,7 @@ from drivetrain.backend.base import Backend
 from drivetrain.backend.toolkit.deadlines import deadline
 from drivetrain.engine.controller import Controller
 from drivetrain.engine.states import WeightState
+from drivetrain.engine.tasks import to_its_end
 from drivetrain.engine.validation import absolute_path, check_seconds, check_url
 from drivetrain.engine.weight_transaction import SOURCE_CAPABILITY
 from drivetrain.errors import EngineStateError
@@ -44,8 +45,11 @@ class ServedWeights:
                     "weight update, which carries its version",
                     state=status.state.value,
                 )
-            await self.label(version)
-            self.publish(version)
+            await to_its_end(self._relabel(version))
+
+    async def _relabel(self, version: str) -> None:
+        await self.label(version)
+        self.publish(version)
 
     async def label(self, version: str) -> None:
         """Let the backend label the tokens that it samples from now on."""

@@ -177,7 +177,7 @@ class WeightUpdates:
             return mode
         seconds = self.controller.config.timeouts.weight_update
         async with deadline(seconds, f"requests in flight to be dealt with ({mode.value})"):
-            await self.pauses.quiesce(mode)
+            await self.pauses.quiesce(mode, seconds)
         return None
 
     def _check_in_flight(self, mode: PauseMode) -> None:
