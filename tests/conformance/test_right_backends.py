@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import multiprocessing
+from collections.abc import AsyncGenerator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import aclosing, asynccontextmanager
 
 import pytest
 
-from drivetrain import Capability, InvalidConfig
+from drivetrain import Capability, CompletionChunk, EngineStateError, GenerationOutput, InvalidConfig
 from drivetrain.backend.base import Backend, EngineStats
 from drivetrain.backend.toolkit.model_folder import config_levels
+from drivetrain.engine.generation import Generation, Params, Prompts, Whole
+from drivetrain.engine.parts import PartKinds
+from drivetrain.engine.request_builder import CallOptions
+from drivetrain.engine.scoring import ScoringCall
 from drivetrain.errors import WeightBaseMismatch
 from drivetrain.types.config import EngineConfig
 from drivetrain.types.weights import PluginSource, PrepareUpdate, WeightMessage, WeightReply
@@ -102,7 +109,42 @@ class CannotReadWeights(CorrectBackend):
         return await super().receive_weights(message)
 
 
-RIGHT: dict[type[CorrectBackend], dict[str, Verdict]] = {
+class RefusesLate(Generation):
+    """Refuses a request after it has answered calls that were made later.
+
+    So does an engine of another process, when this process reads several answers at once.
+    """
+
+    async def generate(
+        self,
+        prompts: Prompts,
+        sampling_params: Params,
+        options: CallOptions,
+        *,
+        whole: Whole | None = None,
+        scored: ScoringCall | None = None,
+    ) -> GenerationOutput:
+        async with _late_refusals():
+            return await super().generate(prompts, sampling_params, options, whole=whole, scored=scored)
+
+    async def stream(
+        self, prompts: Prompts, sampling_params: Params, options: CallOptions
+    ) -> AsyncGenerator[CompletionChunk, None]:
+        async with _late_refusals(), aclosing(super().stream(prompts, sampling_params, options)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+
+@asynccontextmanager
+async def _late_refusals() -> AsyncGenerator[None, None]:
+    try:
+        yield
+    except EngineStateError:
+        await asyncio.sleep(0.05)  # ample for the answer to another call
+        raise
+
+
+RIGHT: dict[type[CorrectBackend | Generation], dict[str, Verdict]] = {
     KeepsNoCache: {**dict.fromkeys(CASES, Verdict.PASSED), OF_PREFIXES: Verdict.REFUSED},
     RunsTwoAtOnce: {"streaming/tokens_come_while_others_are_generated": Verdict.PASSED},
     ServesText: {
@@ -116,22 +158,30 @@ RIGHT: dict[type[CorrectBackend], dict[str, Verdict]] = {
         "weight_sync/only_what_changed_is_pushed": Verdict.PASSED,
     },
     HasNoSeeds: {"openai/answers_are_json_where_tokens_cannot_be_drawn": Verdict.PASSED},
+    RefusesLate: {"histories/random_sleeps_keep_the_contract": Verdict.PASSED},
 }
-"""Backends, and what the suite must say of them."""
+"""Backends and parts of an engine, and what the suite must say of them."""
 
 
-def judgements(kind: type[CorrectBackend]) -> dict[str, Judgement]:
+def judgements(kind: type[CorrectBackend | Generation]) -> dict[str, Judgement]:
     def right(backend: type[Backend]) -> type[Backend]:
         return mixed(backend, kind)
 
+    def right_part(kinds: PartKinds) -> PartKinds:
+        return dataclasses.replace(kinds, generation=mixed(kinds.generation, kind))
+
     cases = {case.id: case for case in all_cases()}
-    made = Mutant(kind.__name__, "Is right.", next(iter(RIGHT[kind])), ("",), spoil_backend=right)
+    made = Mutant(kind.__name__, "Is right.", next(iter(RIGHT[kind])), ("",))
+    is_part = issubclass(kind, Generation)
+    made = (
+        dataclasses.replace(made, spoil_part=right_part) if is_part else dataclasses.replace(made, spoil_backend=right)
+    )
     with Runner(suite_of_mutant("transformers", made)(), profile=PROFILES["smoke"]) as runner:
         return {name: runner.execute(cases[name]).judgement for name in RIGHT[kind]}
 
 
 @pytest.mark.parametrize("kind", RIGHT, ids=lambda kind: kind.__name__)
-def test_an_engine_that_is_right_is_green(kind: type[CorrectBackend]) -> None:
+def test_an_engine_that_is_right_is_green(kind: type[CorrectBackend | Generation]) -> None:
     # Cases that measure memory count what is allocated, and a process of many tests has freed memory to hand out again.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as own_process:
         judged = own_process.submit(judgements, kind).result()

@@ -39,7 +39,7 @@ from drivetrain_conformance.engine_model.actions import (
 )
 from drivetrain_conformance.engine_model.contract import Contract, Fate, InFlight, Refusal, Request, Ruling, Weights
 from drivetrain_conformance.engine_model.expected_answers import ADAPTER, Answers, End, Fields, params_of
-from drivetrain_conformance.engine_model.live_requests import Live, proceed, settle
+from drivetrain_conformance.engine_model.live_requests import Live, held_by, proceed, settle, until_taken
 from drivetrain_conformance.engine_model.replay_script import script_of
 from drivetrain_conformance.engine_model.strategies import AbortPoint, WeightPlanChoice, shuffled
 from drivetrain_conformance.harness.testbench import until_idle
@@ -271,16 +271,22 @@ class Player:
         params = params_of(self._engine, tokens, samples, fields, self._answers.stops(self._prompts[prompt], fields))
         token_ids, ids, lora = list(self._prompts[prompt]), [self._id(name)], ADAPTER if fields.lora else None
         made: list[Live] = []
+        ruling = self._contract.generate(name)
 
         async def begin() -> None:
+            before = await held_by(self._engine)
             call = self._engine.generate_stream if streamed else self._engine.generate
             live = Live(call(token_ids, params, request_ids=ids, lora=lora, priority=fields.priority))
             await settle(self._engine)
+            if ruling.refusal is not None:
+                await until_taken(self._engine, live, before)
             if live.done:
                 await live.result()  # raises the refusal
+            elif ruling.refusal is not None:
+                await live.drop()
             made.append(live)
 
-        if not await self._do(self._contract.generate(name), begin):
+        if not await self._do(ruling, begin):
             return None
         self._requests[name] = _Asked(made[0], tokens, samples, streamed, fields)
         return name

@@ -81,14 +81,29 @@ async def settle(engine: InferenceEngine, *in_flight: Live) -> None:
             while rounds:
                 for _ in range(5):
                     await asyncio.sleep(0)
-                stats = await engine.stats()
-                held, unfinished = stats.running + stats.waiting, sum(not live.done for live in in_flight)
+                held, unfinished = await held_by(engine), sum(not live.done for live in in_flight)
                 if held >= unfinished:
                     rounds -= 1
                 else:
                     await asyncio.sleep(0.001)
     except Hangs:
         raise Hangs(f"{unfinished} requests in flight have not come back, and the engine holds {held}") from None
+
+
+async def held_by(engine: InferenceEngine) -> int:
+    """Return how many requests the engine holds, running or waiting."""
+    stats = await engine.stats()
+    return stats.running + stats.waiting
+
+
+async def until_taken(engine: InferenceEngine, live: Live, before: int) -> None:
+    """Wait until a request that must be refused has come back, or the engine holds more than ``before`` requests.
+
+    Its refusal may arrive after answers to later calls.
+    """
+    async with within("a request that must be refused"):
+        while not live.done and await held_by(engine) <= before:
+            await asyncio.sleep(0.001)
 
 
 async def proceed(*streams: Live, tokens: int) -> None:
