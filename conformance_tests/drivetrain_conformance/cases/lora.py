@@ -33,6 +33,7 @@ from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain.types.outputs import Completion
 from drivetrain.types.sampling import ActionMask, LogprobsMode, SamplingParams
 from drivetrain.types.weights import LoraSource, LoraTensors, WeightUpdateRequest
+from drivetrain_conformance.assertions.calls_given_up import given_up
 from drivetrain_conformance.assertions.event_loop_stalls import check_it_runs
 from drivetrain_conformance.assertions.memory_use import COUNTED, check_steady, counted_of, held_by
 from drivetrain_conformance.assertions.refusals import refused
@@ -1022,7 +1023,7 @@ async def _check_calls_given_up(bench: Bench, made: _Made) -> None:
     async with _pushed_unchecked(engine, "kept", tensors_in(kept.adapter.path)) as request:
         await engine.update_named_weights(request)
     for moment in range(_MOMENTS):
-        await _given_up(engine.load_lora_adapter("b", made.path), took * moment / _MOMENTS)
+        await given_up(engine.load_lora_adapter("b", made.path), took * moment / _MOMENTS)
         if loaded.find("b") is None:  # otherwise the load had ended before
             await engine.load_lora_adapter("b", made.path)
         unloading = asyncio.ensure_future(engine.unload_lora_adapter("b"))
@@ -1038,14 +1039,6 @@ async def _check_calls_given_up(bench: Bench, made: _Made) -> None:
             _assert_made_by(bench, await _answers(bench, prompts[:1], name), made)
         _assert_made_by(bench, await _answers(bench, prompts, "kept"), kept)
     await engine.unload_lora_adapter("kept")
-
-
-async def _given_up(call: Coroutine[object, object, None], after: float) -> None:
-    """Cancel a call ``after`` some seconds, if it has not ended."""
-    task = asyncio.ensure_future(call)
-    await asyncio.sleep(after)
-    task.cancel()
-    await asyncio.wait([task])
 
 
 async def _check_requests_in_flight(bench: Bench, made: _Made, newer: _Made) -> None:

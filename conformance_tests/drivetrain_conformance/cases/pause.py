@@ -16,6 +16,7 @@ from drivetrain.types.capability import Capability
 from drivetrain.types.modes import PauseMode
 from drivetrain.types.outputs import Completion, CompletionChunk, FinishReason, GenerationOutput
 from drivetrain.types.sampling import LogprobsMode, SamplingParams
+from drivetrain_conformance.assertions.calls_given_up import MOMENTS, given_up
 from drivetrain_conformance.assertions.lasting_state import every_logprob, with_a_state
 from drivetrain_conformance.assertions.refusals import refused
 from drivetrain_conformance.assertions.same_answers import check_prefix, check_same
@@ -371,6 +372,19 @@ async def a_frozen_call_that_is_cancelled_is_gone(bench: Bench) -> None:
     await until_idle(engine)
     async with within():
         await engine.generate(bench.prompts(2), bench.long(2), request_ids=["a", "b"])
+    await _pauses_are_given_up(bench)
+
+
+async def _pauses_are_given_up(bench: Bench) -> None:
+    """Check that a pause whose caller leaves, at many moments, leaves no request frozen in an engine that is ready."""
+    engine, prompt = bench.engine, bench.prompt()
+    async with bench.in_flight(bench.prompts(2), bench.long()):
+        for after in MOMENTS:
+            await given_up(engine.pause_generation(PauseMode.IN_PLACE), after)
+            if engine.is_paused:  # it had ended before
+                await engine.continue_generation()
+            async with within("a request after a pause that was given up"):
+                await engine.generate(prompt, bench.long(2))
 
 
 @case(Capability.PAUSE_WAIT)

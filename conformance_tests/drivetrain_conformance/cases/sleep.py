@@ -18,6 +18,7 @@ from drivetrain.types.capability import Capability
 from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain.types.outputs import Completion, FinishReason
 from drivetrain.types.sampling import LogprobsMode, SamplingParams
+from drivetrain_conformance.assertions.calls_given_up import MOMENTS, given_up
 from drivetrain_conformance.assertions.event_loop_stalls import check_it_runs
 from drivetrain_conformance.assertions.memory_use import COUNTED, check_steady, counted_of, held_bytes, parameter_bytes
 from drivetrain_conformance.assertions.refusals import refused
@@ -141,6 +142,11 @@ async def an_update_mends_weights_that_slept(bench: Bench) -> None:
         else:
             assert [c.token_ids for c in after] != [c.token_ids for c in before], "other weights give the same answers"
         assert {completion.weight_version for completion in after} <= {version, None}
+    for seconds in MOMENTS:
+        await _sleep_is_given_up(bench, WEIGHTS, seconds)
+        if engine.state is EngineState.DIRTY:
+            await engine.load_weights_from_disk(str(bench.model), own)
+        check_same(bench, await bench.greedy(prompts), before)
 
 
 @case(Capability.SLEEP_WEIGHTS, Capability.WEIGHTS_DISK)
@@ -493,6 +499,23 @@ async def a_caller_that_went_away_does_not_disturb_a_sleep(bench: Bench) -> None
         await engine.sleep([KV_CACHE], drain_timeout=_AMPLE)
         await engine.wake_up([KV_CACHE])
         check_same(bench, await bench.greedy(prompts), before)
+    for after in MOMENTS:
+        await _sleep_is_given_up(bench, KV_CACHE, after)
+        check_same(bench, await bench.greedy(prompts), before)
+
+
+async def _sleep_is_given_up(bench: Bench, tag: MemoryTag, after: float) -> None:
+    """Let the callers of a sleep and of the wake-up leave, each after some seconds; return once the engine is awake.
+
+    The engine's state must say what they did.
+    """
+    engine = bench.engine
+    await given_up(engine.sleep([tag]), after)
+    if engine.status.asleep:
+        await _requests_are_refused(bench, "asleep", tag.value)
+        await given_up(engine.wake_up([tag]), after)
+    if engine.status.asleep:
+        await engine.wake_up([tag])
 
 
 @case(Capability.SLEEP_KV_CACHE)

@@ -261,6 +261,19 @@ class lifts_a_pause_and_freezes_on(PauseAndSleep):
         self.controller.move_to(self.controller.status.lift_pause())
 
 
+@mutant("pause/a_frozen_call_that_is_cancelled_is_gone", says="a request after a pause that was given up")
+class freezes_when_a_pause_is_given_up(PauseAndSleep):
+    """A pause whose caller has left is no pause any more, and requests stay frozen."""
+
+    async def pause(self, mode: PauseMode, timeout: float | None) -> None:
+        try:
+            await super().pause(mode, timeout)
+        except asyncio.CancelledError:
+            if mode is PauseMode.IN_PLACE:
+                await self.backend.freeze(mode)
+            raise
+
+
 @mutant(
     "weight_sync/an_update_that_breaks_off_leaves_the_engine_dirty",
     says="the pause and the update of a holder that was killed did not end",
@@ -355,6 +368,35 @@ class says_that_it_keeps_weights(CorrectBackend):
     @classmethod
     def capabilities(cls, config: EngineConfig) -> frozenset[Capability]:
         return super().capabilities(config) | {Capability.SLEEP_KEEPS_WEIGHTS}
+
+
+@mutant("sleep/an_update_mends_weights_that_slept", says="EngineInternalError")
+class forgets_a_sleep_that_was_given_up(PauseAndSleep):
+    """An engine whose weights fell asleep after the caller had left is ready, without weights."""
+
+    async def sleep(
+        self, tags: Iterable[MemoryTag | str] | None, timeout: float | None, abort_first: bool, drain_timeout: float
+    ) -> None:
+        before = self.controller.status
+        try:
+            await super().sleep(tags, timeout, abort_first, drain_timeout)
+        except asyncio.CancelledError:
+            self.controller.move_to(before)
+            raise
+
+
+@mutant("sleep/a_caller_that_went_away_does_not_disturb_a_sleep", says="nobody knows if it sleeps")
+class fails_when_a_sleep_is_given_up(PauseAndSleep):
+    """An engine that was falling asleep when the caller left counts as failed."""
+
+    async def sleep(
+        self, tags: Iterable[MemoryTag | str] | None, timeout: float | None, abort_first: bool, drain_timeout: float
+    ) -> None:
+        try:
+            await super().sleep(tags, timeout, abort_first, drain_timeout)
+        except asyncio.CancelledError:
+            self.controller.fail("nobody knows if it sleeps")
+            raise
 
 
 @mutant("sleep/a_training_step", says="a sleep, an update or a wake-up ended the pause")

@@ -647,6 +647,19 @@ class saves_weights_that_are_lost(ServedWeights):
         await save(place)
 
 
+@mutant("weight_sync/a_new_label_changes_no_answer", says="spans")
+class labels_tokens_for_who_gave_up(ServedWeights):
+    """A new version whose caller has left is not published, and completions carry it."""
+
+    async def relabel(self, version: str) -> None:
+        before = self.version
+        try:
+            await super().relabel(version)
+        except asyncio.CancelledError:
+            self.publish(before)
+            raise
+
+
 @mutant("lifecycle/an_update_waits_for_a_save", says="the update did not wait for the saves")
 class updates_while_it_saves(Controller):
     """An update begins while weights are being saved."""

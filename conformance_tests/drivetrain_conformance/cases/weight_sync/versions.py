@@ -20,6 +20,7 @@ from drivetrain.types.capability import Capability
 from drivetrain.types.modes import PauseMode
 from drivetrain.types.outputs import Completion
 from drivetrain.types.sampling import SamplingParams
+from drivetrain_conformance.assertions.calls_given_up import MOMENTS, given_up
 from drivetrain_conformance.assertions.refusals import raises
 from drivetrain_conformance.assertions.same_answers import check_same
 from drivetrain_conformance.assertions.weight_checks import check_made_by, load_all
@@ -105,6 +106,9 @@ async def a_new_label_changes_no_answer(bench: Bench) -> None:
         await engine.update_weight_version("")
     assert refusal.error.field == "version"
     assert engine.get_weight_version() == "renamed", "a refused label changed the version"
+    for number, after_s in enumerate(MOMENTS):
+        await given_up(engine.update_weight_version(f"given-up-{number}"), after_s)
+        check_spans(await one(bench, prompts[0]), engine.get_weight_version())
     await engine.update_weight_version(version)
     check_spans(await one(bench, prompts[0]), version)
 
