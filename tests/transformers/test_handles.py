@@ -391,6 +391,17 @@ async def test_wrong_arguments_are_refused_by_name(open_engine: OpenEngine) -> N
         for listen in ("nowhere", "host:port", "127.0.0.1:99999", "no.such.host.invalid:1"):
             with pytest.raises(InvalidConfig, match="listen"):
                 await engine.handle(listen)
+        for name in ("node3/x", "node3:7000/", "[::1"):
+            with pytest.raises(InvalidConfig, match="announce") as refusal:
+                await engine.handle("127.0.0.1:0", announce=name)
+            assert refusal.value.field == "announce"
+        for more in ({}, {"key": "k" * 20}):
+            with pytest.raises(InvalidConfig, match="announce='node3' needs listen"):
+                await engine.handle(announce="node3", **more)
+        with pytest.raises(InvalidConfig, match="no host name") as refusal:
+            await engine.handle("no/host:1")
+        assert refusal.value.field == "listen"
+        assert (await engine.handle("127.0.0.1:0", announce="::1")).address.startswith("tcp://[::1]:")
         handle = await engine.handle()
         async with attached(handle) as other:
             assert await other.handle() == handle

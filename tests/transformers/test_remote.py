@@ -308,6 +308,7 @@ async def test_a_host_prints_no_key_that_it_was_given(model: Path, tmp_path: Pat
         (("--listen", "nowhere"), "HOST:PORT"),
         (("--listen", "127.0.0.1:0", "--set", "dtype=int3"), "dtype"),
         (("--key-file", "/no/such/file"), "--key-file"),
+        (("--announce", "node3"), "needs listen"),
     ],
 )
 async def test_a_host_that_cannot_start_says_why(model: Path, arguments: tuple[str, ...], words: str) -> None:

@@ -22,7 +22,7 @@ from drivetrain.cli.configuration import (
 from drivetrain.cli.running import started
 from drivetrain.create import create_engine
 from drivetrain.engine.engine import InferenceEngine
-from drivetrain.engine.listener import check_certificate
+from drivetrain.engine.listener import check_announced, check_certificate
 from drivetrain.errors import InvalidConfig
 from drivetrain.types.handle import EngineHandle
 
@@ -43,7 +43,7 @@ def host(
     isolation: IsolationOption = None,
     announce: Annotated[
         str | None,
-        typer.Option(metavar="HOST", help="Host name to print in place of the one listened on.", show_default=False),
+        typer.Option(metavar="HOST", help="Host name to print in place of that of --listen.", show_default=False),
     ] = None,
     key_file: Annotated[
         Path | None,
@@ -71,6 +71,7 @@ def host(
     then the engine ends too.
     """
     key = _key(key_file)
+    check_announced(listen, announce)
     certificate = _certificate(listen, ssl_certfile, ssl_keyfile)
     engine = create_engine(configuration(config, settings or [], backend, model, isolation))
     asyncio.run(_serve(engine, listen, key, announce, certificate))

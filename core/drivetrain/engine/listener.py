@@ -23,7 +23,7 @@ from drivetrain.engine.holder_calls import Claims, HolderCalls
 from drivetrain.engine.parts import Parts
 from drivetrain.engine.shared_state import FACTS, STATE, EngineFacts, SharedState
 from drivetrain.engine.states import EngineState
-from drivetrain.errors import EngineDied, EngineError, EngineStateError, InvalidConfig, WireError
+from drivetrain.errors import EngineDied, EngineError, EngineStateError, InvalidConfig, InvalidRequest, WireError
 from drivetrain.process.handshake import check_version, hello
 from drivetrain.process.proof import LONGEST_KEY, new_nonce, proof, proves
 from drivetrain.process.pulse import PulseSocket, PulseWatch
@@ -93,6 +93,7 @@ class EngineListener:
         def serve() -> HolderConnection:
             return HolderConnection(self, key)
 
+        check_announced(address, announced)
         tls = check_certificate(address, certfile, keyfile)
         if address is None:
             self._folder = self._folder or tempfile.mkdtemp(prefix="drivetrain-engine-")  # with mode 0700
@@ -100,10 +101,10 @@ class EngineListener:
             self._servers.append(await loop.create_unix_server(serve, path))
             return EngineHandle(f"unix:{path}", key)
         host, port = _host_and_port(address)
-        shown_host = announced or host
-        shown_host = f"[{shown_host}]" if ":" in shown_host else shown_host
+        shown_host = _in_address(announced or host)
         scheme, fingerprint = ("tcp", None) if tls is None else ("tls", tls[1])
-        EngineHandle(f"{scheme}://{shown_host}:{port}", key)  # refuses a host name that is none
+        if not _is_host(host):
+            raise InvalidConfig(f"listen={shown(address)}: {shown(host)} is no host name", field="listen")
         try:
             if tls is None:
                 server = await loop.create_server(serve, host, port)
@@ -275,6 +276,24 @@ def _serve_tls(context: ssl.SSLContext, serve: Callable[[], HolderConnection]) -
     return TlsServer(context, serve())
 
 
+def check_announced(address: str | None, announced: str | None) -> None:
+    """Check the host name that a handle is to have.
+
+    Raises:
+        InvalidConfig: It is none, or there is no ``HOST:PORT`` to listen on.
+    """
+    if announced is None:
+        return
+    if address is None:
+        raise InvalidConfig(
+            f"announce={shown(announced)} needs listen: a Unix socket has no host name; give listen='HOST:PORT', or "
+            "leave announce out",
+            field="announce",
+        )
+    if not _is_host(announced):
+        raise InvalidConfig(f"announce={shown(announced)}: expected a host name, such as node3", field="announce")
+
+
 def check_certificate(
     address: str | None, certfile: str | None, keyfile: str | None
 ) -> tuple[ssl.SSLContext, str] | None:
@@ -304,6 +323,18 @@ def _taken(transport: asyncio.Transport) -> PulseSocket:
     transport.pause_reading()
     transport.abort()  # closes asyncio's descriptor; ours stays
     return taken
+
+
+def _in_address(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _is_host(name: str) -> bool:
+    try:
+        EngineHandle(f"tcp://{_in_address(name)}:1", "k")
+    except InvalidRequest:
+        return False
+    return True
 
 
 def _host_and_port(address: str) -> tuple[str, int]:

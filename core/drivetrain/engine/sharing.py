@@ -46,10 +46,10 @@ class Sharing:
         if self._listener is None:
             assert self.make_listener is not None
             self._listener = self.make_listener()
-        if listen is None and key is None and certfile is None and keyfile is None:
+        if all(given is None for given in (listen, key, announce, certfile, keyfile)):
             async with self._making_plain:
                 if self._plain is None:
-                    self._plain = await self._listener.listen(None, new_key(), announce, None, None)
+                    self._plain = await self._listener.listen(None, new_key(), None, None, None)
                 return self._plain
         key = new_key() if key is None else key
         return await self._listener.listen(listen, key, announce, certfile, keyfile)

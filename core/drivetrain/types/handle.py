@@ -9,7 +9,7 @@ from typing import Final
 from drivetrain.checks.safe_repr import shown
 from drivetrain.errors import InvalidRequest
 
-_TCP: Final = re.compile(r"t(?:cp|ls)://(\[[^\]/]+\]|[^:/\[\]]+):(\d{1,5})")
+_TCP: Final = re.compile(r"t(?:cp|ls)://(\[[^\[\]/]+\]|[^:/\[\]]+):(\d{1,5})")
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 
 

@@ -31,7 +31,7 @@ class SharingCalls(Page):
         Args:
             listen: None: a Unix socket that only this user can open; or ``HOST:PORT``, for other machines.
             key: At least 16 characters that holders must prove to know; None: a random key.
-            announce: Host name to put into the handle in place of the one that is listened on.
+            announce: Host name to put into the handle in place of that of ``listen``, which it needs.
             ssl_certfile: PEM file with a certificate: connections are encrypted by TLS, 1.2 or newer. The handle holds
                 the certificate's fingerprint, and its holders accept no other certificate.
             ssl_keyfile: PEM file with the certificate's private key, without a password; None: it is in
@@ -39,6 +39,7 @@ class SharingCalls(Page):
 
         Raises:
             EngineStateError: the engine is not open.
-            InvalidConfig: the address cannot be listened on, the key is too short, or the certificate cannot be used.
+            InvalidConfig: the address cannot be listened on, the key is too short, the certificate cannot be used, or
+                ``announce`` is given without ``listen``.
         """
         return await self.parts.sharing.handle(listen, key, announce, ssl_certfile, ssl_keyfile)
