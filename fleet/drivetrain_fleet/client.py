@@ -20,12 +20,14 @@ from drivetrain.types.capability import Capability
 from drivetrain_fleet.agreement import fleet_capabilities, fleet_isolation, require_capabilities
 from drivetrain_fleet.backend import FleetBackend
 from drivetrain_fleet.members import Member, MemberReport
-from drivetrain_fleet.parts import FleetAdapters, FleetGeneration, FleetRequests
+from drivetrain_fleet.parts import FleetAdapters, FleetGeneration, FleetPauses, FleetRequests
 from drivetrain_fleet.routing import RoutingPolicy
 
 logger = logging.getLogger("drivetrain.fleet")
 
-_KINDS: Final = PartKinds(generation=FleetGeneration, in_flight=FleetRequests, adapters=FleetAdapters)
+_KINDS: Final = PartKinds(
+    generation=FleetGeneration, in_flight=FleetRequests, pauses=FleetPauses, adapters=FleetAdapters
+)
 
 
 class InferenceEngineClient(InferenceEngine):

@@ -43,7 +43,7 @@ class MemberReport:
     name: str
     health: Health
     why: str
-    """Why it is stale, lagging or failed; empty otherwise."""
+    """Why it is stale, lagging or failed, or which of its memory sleeps; empty otherwise."""
     version: str
     """The weight version that it serves."""
     samples: int
@@ -172,6 +172,8 @@ class Member:
         """Describe it."""
         status = self.status
         why = status.why if status.health in EXPLAINED else ""
+        if status.health is Health.PAUSED and self.engine.status.asleep:
+            why = self.engine.status.describe()
         return MemberReport(
             self.name, status.health, why, self.engine.get_weight_version(), self.load.samples, self.load.tokens
         )

@@ -6,9 +6,10 @@ from drivetrain.backend.base import GenerateRequest
 from drivetrain.engine.adapters import Adapters
 from drivetrain.engine.generation import Generation, Params, Prompts
 from drivetrain.engine.loaded_adapters import LoadedLora
+from drivetrain.engine.pause_and_sleep import PauseAndSleep
 from drivetrain.engine.request_builder import CallOptions
 from drivetrain.engine.requests_in_flight import RequestsInFlight
-from drivetrain.types.modes import TurnMode
+from drivetrain.types.modes import MemoryTag, TurnMode
 from drivetrain.types.outputs import GenerationOutput
 from drivetrain.types.weights import LoraSource, WeightUpdateRequest
 from drivetrain_fleet.backend import FleetBackend
@@ -44,6 +45,13 @@ class FleetRequests(RequestsInFlight):
     def require_version(self, request: GenerateRequest) -> None:
         assert isinstance(self.backend, FleetBackend)
         self.backend.sending.require_version(request)
+
+
+class FleetPauses(PauseAndSleep):
+    """Wakes up every engine, also one that another holder of it has put to sleep."""
+
+    def to_wake(self, chosen: frozenset[MemoryTag]) -> frozenset[MemoryTag]:
+        return chosen
 
 
 class FleetAdapters(Adapters):

@@ -34,7 +34,7 @@ from drivetrain import (
 from drivetrain.testing import tiny_model
 from drivetrain_fleet import Health, InferenceEngineClient, RoutingPolicy
 from drivetrain_weight_sync import WeightSync
-from fleets import GREEDY, LONG, Fleet, fleet_of, local, spoiled, tensors_for, until
+from fleets import GREEDY, LONG, Fleet, fleet_of, local, spoiled, tensors_for, until, until_health
 
 BROKEN = EngineInternalError("the device is on fire")
 
@@ -354,6 +354,19 @@ async def test_all_sleep_and_wake_or_are_put_back(model: Path) -> None:
             await sync.push(version="one")
         assert (fleet.state.value, fleet.health()) == ("ready", ["ready", "ready"])
         assert (await fleet.generate([[1], [2]], GREEDY)).completions
+
+
+async def test_an_engine_that_another_put_to_sleep_is_woken_with_all(model: Path) -> None:
+    """So is one that an earlier fleet left asleep when its process was killed."""
+    async with fleet_of(2, model) as fleet:
+        asleep = fleet.member("engine-0").engine
+        await asleep.sleep([MemoryTag.KV_CACHE])
+        await until_health(fleet, "engine-0", Health.PAUSED)
+        assert [member.why for member in fleet.members] == ["asleep (kv_cache)", ""]
+        assert (await fleet.generate([[1], [2]], GREEDY)).completions
+        await fleet.wake_up()
+        assert fleet.health() == ["ready", "ready"]
+        assert [member.why for member in fleet.members] == ["", ""]
 
 
 async def test_retracted_requests_stay_through_sleep_and_a_push(model: Path) -> None:

@@ -78,6 +78,7 @@ async def main():
 asyncio.run(main())
 """
 PAUSES = 'await engine.pause_generation("in_place")'
+SLEEPS = 'await engine.pause_generation("retract"); await engine.sleep(["kv_cache"])'
 GENERATES = "asyncio.create_task(engine.generate([[1, 2], [3, 4]], long))"
 PREPARES = """
     import torch
@@ -313,6 +314,46 @@ async def test_what_a_holder_held_is_undone_when_it_is_gone(open_engine: OpenEng
                 await _pushed(sync)
                 assert (await other.generate([1, 2], GREEDY)).completions[0].weight_versions[0].version == "after"
         assert engine.get_weight_version() == "after"
+
+
+@pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+async def test_an_engine_that_a_gone_holder_put_to_sleep_says_so_until_it_is_woken(
+    open_engine: OpenEngine, kill: int
+) -> None:
+    async with open_engine(enable_sleep=True, timeouts={"heartbeat": 1.0}) as engine:
+        before = (await engine.generate([1, 2], GREEDY)).completions[0].token_ids
+        handle = await engine.handle()
+        async with attached(handle) as other, holder(handle, SLEEPS) as process:
+            waiting = asyncio.create_task(other.generate([1, 2], GREEDY))  # the holder has paused, too
+            await until(lambda: engine.parts.in_flight.waiting == 1)
+            os.kill(process.pid, kill)
+            await until(lambda: "which is gone" in engine.describe().state)
+            assert not engine.is_paused
+            with pytest.raises(EngineStateError, match=f"left so by process {process.pid} of .*, which is gone; wake"):
+                await other.generate([1, 2], GREEDY)
+            assert engine.status == other.status
+            assert not waiting.done()
+            await other.wake_up()
+            assert engine.describe().state == "ready"
+            assert (await waiting).completions[0].token_ids == before
+            await other.sleep([MemoryTag.KV_CACHE])
+            assert "gone" not in engine.describe().state
+            await other.wake_up()
+
+
+async def test_a_pause_of_the_owner_outlives_a_holder_that_had_paused(open_engine: OpenEngine) -> None:
+    async with open_engine() as engine:
+        handle = await engine.handle()
+        for again in (False, True):
+            async with attached(handle) as other:
+                await other.pause_generation(PauseMode.IN_PLACE)
+                if again:
+                    await engine.continue_generation()
+                await engine.pause_generation(PauseMode.RETRACT)
+            async with attached(handle):
+                pass  # what the first one held is undone by then
+            assert engine.is_paused
+            await engine.continue_generation()
 
 
 async def _pushed(sync: WeightSync) -> None:

@@ -27,6 +27,7 @@ from drivetrain_conformance.assertions.weight_checks import check_made_by
 from drivetrain_conformance.assets.served_models import ModelKind
 from drivetrain_conformance.assets.weight_sources import tensors_of
 from drivetrain_conformance.harness.case import Hardware, case
+from drivetrain_conformance.harness.holder_process import LIFTED_S, holder_of
 from drivetrain_conformance.harness.testbench import Bench, check_held, in_time, until_idle, until_running
 from drivetrain_conformance.harness.time_limits import result_of, within
 
@@ -543,6 +544,26 @@ async def many_callers_at_once(bench: Bench) -> None:
                 check_prefix(bench, answer, complete)
         _check_awake(engine)
         check_same(bench, await bench.greedy(prompts), whole)
+    await _sleeps_on_without_its_holder(bench)
+    check_same(bench, await bench.greedy(prompts), whole)
+
+
+async def _sleeps_on_without_its_holder(bench: Bench) -> None:
+    """Let a holder in another process put the engine to sleep, and kill it; then wake the engine up.
+
+    Its memory may be in use by others, so it sleeps on, and its refusals say that the holder is gone.
+    """
+    engine = bench.engine
+    async with holder_of(engine) as holder:
+        await holder.sleep([KV_CACHE])
+        holder.kill()
+        async with within("word of a holder that was killed after it put the engine to sleep", LIFTED_S):
+            while "gone" not in engine.describe().state:  # noqa: ASYNC110 - the engine may be another process's
+                await asyncio.sleep(0.005)
+    _check_asleep(engine, {KV_CACHE})
+    await _requests_are_refused(bench, "asleep", "gone")
+    await engine.wake_up([KV_CACHE])
+    _check_awake(engine)
 
 
 # Memory ---------------------------------------------------------------------------------------------------------------

@@ -9,17 +9,17 @@ import asyncio
 import json
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Collection, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import asdict
-from typing import Final
+from typing import Final, cast
 
 from drivetrain.attached.backend import AttachedBackend
 from drivetrain.attached.connection import fetch_facts
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.errors import DrivetrainError, from_wire, to_wire
 from drivetrain.types.handle import EngineHandle
-from drivetrain.types.modes import PauseMode
+from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain.types.weights import WeightUpdateRequest
 from drivetrain_conformance.harness.time_limits import LIMIT, within
 
@@ -30,7 +30,7 @@ _LINE_LIMIT: Final = 1 << 26
 
 
 class HolderProcess:
-    """A holder that pauses and updates an engine. Made by :func:`holder_of`.
+    """A holder that pauses an engine, puts it to sleep and updates it. Made by :func:`holder_of`.
 
     Its calls raise what the engine's owner answered.
     """
@@ -46,6 +46,10 @@ class HolderProcess:
     async def pause(self, mode: PauseMode) -> None:
         """Pause the engine."""
         await self._order({"pause": mode.value})
+
+    async def sleep(self, tags: Collection[MemoryTag]) -> None:
+        """Put memory of the engine to sleep."""
+        await self._order({"sleep": [tag.value for tag in tags]})
 
     async def begin_update(self, request: WeightUpdateRequest) -> None:
         """Begin an update, and load half of its buckets."""
@@ -111,6 +115,9 @@ async def _hold() -> None:
 async def _obey(backend: AttachedBackend, order: Mapping[str, object]) -> None:
     if "pause" in order:
         await backend.call("pause_generation", PauseMode(order["pause"]), None)
+    elif "sleep" in order:
+        tags = frozenset(map(MemoryTag, cast("list[str]", order["sleep"])))
+        await backend.call("sleep", tags, None, False, 0.0)
     else:
         request = WeightUpdateRequest.model_validate(order["update"])
         buckets = await backend.call("begin_update", request)

@@ -409,6 +409,22 @@ class resumes_when_it_wakes(PauseAndSleep):
             await self.resume()
 
 
+@mutant("sleep/many_callers_at_once", says="word of a holder that was killed after it put the engine to sleep")
+class wakes_up_when_a_holder_is_gone(PauseAndSleep):
+    """An engine wakes up by itself when the holder is gone that put it to sleep, whoever uses the memory by then."""
+
+    def leave_asleep(self, holder: str) -> None:
+        self.controller.move_to(self.controller.status.wake(frozenset(MemoryTag)))
+
+
+@mutant("sleep/many_callers_at_once", says="word of a holder that was killed after it put the engine to sleep")
+class does_not_say_who_left_it_asleep(PauseAndSleep):
+    """An engine that a holder left asleep says nothing of it: nobody knows if that holder will wake it up."""
+
+    def leave_asleep(self, holder: str) -> None:
+        pass
+
+
 @mutant("sleep/weights_that_slept_are_not_served", says="assert engine.state is EngineState.DIRTY")
 class is_ready_without_weights(PauseAndSleep):
     """After its weights slept and were lost it wakes up ready, and answers with gibberish."""

@@ -31,10 +31,9 @@ logger = logging.getLogger("drivetrain.engine")
 
 
 class Claims:
-    """Who of an engine's holders has paused it, prepared the newest update, and has an update under way."""
+    """Who of an engine's holders has prepared the newest update, and has an update under way."""
 
     def __init__(self) -> None:
-        self.paused_by: HolderCalls | None = None
         self.prepared_by: HolderCalls | None = None
         self.updated_by: HolderCalls | None = None
 
@@ -103,16 +102,20 @@ class HolderCalls(SharedEngine):
 
     async def pause_generation(self, mode: PauseMode, timeout: float | None) -> None:
         await self.parts.pauses.pause(mode, timeout)
-        self.claims.paused_by = self
+        self.parts.pauses.paused_by = self
 
     async def continue_generation(self) -> None:
         await self.parts.pauses.resume()
-        self.claims.paused_by = None
 
     async def sleep(
         self, tags: frozenset[MemoryTag] | None, timeout: float | None, abort_first: bool, drain_timeout: float
     ) -> None:
-        await self.parts.pauses.sleep(tags, timeout, abort_first, drain_timeout)
+        pauses, status = self.parts.pauses, self.parts.controller.status
+        try:
+            await pauses.sleep(tags, timeout, abort_first, drain_timeout)
+        finally:  # a call that was cancelled may have ended first
+            if self.parts.controller.status.asleep - status.asleep:
+                pauses.slept_by = self
 
     async def wake_up(self, tags: frozenset[MemoryTag] | None, timeout: float | None) -> None:
         await self.parts.pauses.wake_up(tags, timeout)
@@ -288,6 +291,7 @@ class HolderCalls(SharedEngine):
             ("its weight update to be broken off", self.break_off_update(f"{self.name}, which sent it, is gone")),
             ("its prepared weight update to be dropped", self.forget_weight_update()),
             ("its pause to be lifted", self._lift_pause()),
+            ("its sleep to be noted", self._leave_asleep()),
         ):
             try:
                 async with deadline(seconds, what):
@@ -296,7 +300,10 @@ class HolderCalls(SharedEngine):
                 logger.warning("%s is gone: %s", self.name, error)
 
     async def _lift_pause(self) -> None:
-        if self.claims.paused_by is self:
-            self.claims.paused_by = None
-            if self.parts.controller.status.paused is not None:
-                await self.parts.pauses.lift()
+        if self.parts.pauses.paused_by is self:
+            await self.parts.pauses.lift()
+
+    async def _leave_asleep(self) -> None:
+        if self.parts.pauses.slept_by is self:
+            self.parts.pauses.leave_asleep(self.name)
+            logger.warning("%s is gone and has left the engine asleep; wake it up to use it", self.name)

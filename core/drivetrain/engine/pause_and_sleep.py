@@ -41,6 +41,10 @@ class PauseAndSleep:
         self.in_flight = in_flight
         self._frozen = False
         """True from the backend's ``freeze`` until its ``unfreeze``."""
+        self.paused_by: object = None
+        """The holder whose pause is the newest one; None: the owner's is, or there is none."""
+        self.slept_by: object = None
+        """The holder that put memory to sleep last; None: the owner did, or all memory is awake."""
 
     # Pause -------------------------------------------------------------------------------------------------------
 
@@ -61,6 +65,7 @@ class PauseAndSleep:
             except BaseException:
                 await to_its_end(self._go_on(before))
                 raise
+            self.paused_by = None
 
     async def resume(self) -> None:
         """Let frozen and waiting requests go on."""
@@ -76,6 +81,10 @@ class PauseAndSleep:
     async def _go_on(self, after: EngineStatus) -> None:
         """Take the next status, and unfreeze requests unless it keeps them frozen."""
         await self.unfreeze_if_free(after)
+        if after.paused is None:
+            self.paused_by = None
+        if not after.asleep:
+            self.slept_by = None
         self.controller.move_to(after)
 
     async def quiesce(self, mode: PauseMode, seconds: float) -> None:
@@ -151,9 +160,19 @@ class PauseAndSleep:
                 async with self._failing(), deadline(seconds, "the engine to fall asleep"):
                     await self.backend.sleep(new)
         except DeadlineExceeded:
-            self.controller.move_to(after)  # it may fall asleep yet
+            self._sleeps(after)  # it may fall asleep yet
             raise
+        self._sleeps(after)
+
+    def _sleeps(self, after: EngineStatus) -> None:
+        if after.asleep != self.controller.status.asleep:
+            self.slept_by = None
         self.controller.move_to(after)
+
+    def leave_asleep(self, holder: str) -> None:
+        """Note that the holder is gone that put memory to sleep, which stays asleep: see :class:`EngineStatus`."""
+        self.slept_by = None
+        self.controller.move_to(self.controller.status.leave_asleep(holder))
 
     async def clear_for_sleep(self, abort_first: bool, drain_timeout: float) -> None:
         """Abort or await the requests in flight; retracted ones hold no cache and may stay.
@@ -185,8 +204,12 @@ class PauseAndSleep:
         seconds = check_seconds(timeout, self.controller.config.timeouts.control)
         self.controller.status.wake(chosen)
         async with self.controller.controlling("wake_up()"):
-            waking = chosen & self.controller.status.asleep
-            await to_its_end(self._awaken(waking, self.controller.status.wake(chosen), seconds))
+            after = self.controller.status.wake(chosen)
+            await to_its_end(self._awaken(self.to_wake(chosen), after, seconds))
+
+    def to_wake(self, chosen: frozenset[MemoryTag]) -> frozenset[MemoryTag]:
+        """Return which of the chosen memory the backend must wake up."""
+        return chosen & self.controller.status.asleep
 
     async def _awaken(self, waking: frozenset[MemoryTag], after: EngineStatus, seconds: float) -> None:
         if waking:

@@ -65,6 +65,8 @@ class EngineStatus:
     """True if the engine failed because it died; False if it did not start, or could not sleep or wake up."""
     updates: int = 0
     """How many weight updates were committed."""
+    left_by: str = ""
+    """Who put the engine to sleep, if that holder is gone."""
 
     @property
     def state(self) -> EngineState:
@@ -84,7 +86,8 @@ class EngineStatus:
         state = self.state
         if state is EngineState.ASLEEP:
             tags = ", ".join(sorted(tag.value for tag in self.asleep))
-            return f"{state.value} ({tags})" + (", weights dirty" if self.weights is WeightState.DIRTY else "")
+            left = f", left so by {self.left_by}, which is gone" if self.left_by else ""
+            return f"{state.value} ({tags})" + (", weights dirty" if self.weights is WeightState.DIRTY else "") + left
         if state in (EngineState.DIRTY, EngineState.FAILED) and self.why:
             return f"{state.value} ({self.why})"
         value: str = state.value
@@ -176,7 +179,8 @@ class EngineStatus:
         """→ ASLEEP with ``tags`` added; idempotent. Weights that are not kept become DIRTY."""
         self.require_open("sleep()")
         self._not_updating("sleep()")
-        status = replace(self, asleep=self.asleep | tags)
+        left_by = "" if tags - self.asleep else self.left_by
+        status = replace(self, asleep=self.asleep | tags, left_by=left_by)
         if MemoryTag.WEIGHTS in tags - self.asleep and not keeps_weights:
             status = replace(status, weights=WeightState.DIRTY, why="the weights slept and were not kept")
         return status
@@ -185,7 +189,15 @@ class EngineStatus:
         """ASLEEP → fewer tags asleep; idempotent."""
         self.require_open("wake_up()")
         self._not_updating("wake_up()")
-        return replace(self, asleep=self.asleep - tags)
+        left = self.asleep - tags
+        return replace(self, asleep=left, left_by=self.left_by if left else "")
+
+    def leave_asleep(self, holder: str) -> EngineStatus:
+        """Note that the holder is gone that put the engine to sleep. The engine sleeps on until somebody wakes it up.
+
+        The memory may be in use by others, and weights that were not kept would not be served.
+        """
+        return replace(self, left_by=holder) if self.asleep else self
 
     def require_updatable(self) -> None:
         """Raise unless a weight update may begin."""
