@@ -304,6 +304,15 @@ def test_arguments_for_media_that_the_engine_never_reads_are_refused(name: str, 
     assert caught.value.field == "engine_kwargs"
 
 
+def test_a_cache_that_cannot_bear_weight_updates_is_refused() -> None:
+    with pytest.raises(InvalidConfig, match="hicache_host_memory_mode='buffer_only'") as caught:
+        kwargs = {"enable_hierarchical_cache": True, "hicache_host_memory_mode": "buffer_only"}
+        translate.engine_arguments(config(engine_kwargs=kwargs), "cuda", "float32", 64)
+    assert caught.value.field == "engine_kwargs"
+    kwargs["hicache_host_memory_mode"] = "cache"
+    assert translate.engine_arguments(config(engine_kwargs=kwargs), "cuda", "float32", 64).items() >= kwargs.items()
+
+
 def test_errors_are_told_apart() -> None:
     assert isinstance(as_engine_error(RuntimeError("CUDA out of memory. Tried")), EngineOutOfMemory)
     assert isinstance(as_engine_error(ValueError("no such thing")), InvalidRequest)

@@ -104,6 +104,11 @@ ROUTED_EXPERTS: Final = "enable_return_routed_experts"
 MOVES_CACHE: Final = ("enable_hierarchical_cache", "enable_lmcache")
 """SGLang's arguments for caches whose prefixes return to other slots, where the record has no experts of theirs."""
 
+HOST_MEMORY: Final = "hicache_host_memory_mode"
+"""SGLang's argument for the use of host memory by its hierarchical cache."""
+BUFFER_ONLY: Final = "buffer_only"
+"""Its value for prefixes that pass through host memory on their way from a storage."""
+
 ROOM: Final = 8
 """Tokens added to SGLang's limits: without them SGLang truncates a request that fits exactly by one token."""
 
@@ -206,6 +211,13 @@ def engine_arguments(
     """
     if device == "cpu":
         require_fields_of_a_cpu(config, "SGLang", _ATTENTION_ON_A_CPU, "max_total_tokens")
+    if config.engine_kwargs.get(HOST_MEMORY) == BUFFER_ONLY:
+        # It asserts that a request's key is still that of its fetched prefix, and a weight update renews the key.
+        raise InvalidConfig(
+            f"engine_kwargs holds {HOST_MEMORY}={BUFFER_ONLY!r}: SGLang ends if the weights change while a request waits "
+            "for which it has fetched a prefix; leave it out, or set 'cache'",
+            field="engine_kwargs",
+        )
     relied_on: dict[str, object] = {
         "model_path": config.model,
         "tokenizer_path": config.tokenizer or config.model,
