@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from drivetrain_weight_sync.receiver.cache_epochs import CacheEpochs
+from drivetrain_weight_sync.receiver.cache_epochs import OF_EXPERTS, CacheEpochs
 
 
 @pytest.mark.parametrize("key", ["drivetrain-0", "drivetrain-0-1:2", "", None])
@@ -34,6 +34,19 @@ def test_one_reset_is_not_taken_for_another() -> None:
         epochs.renew()
         marked.add(epochs.marked("1"))
         assert sum(map(epochs.is_current, marked)) == 1
+
+
+def test_new_weights_renew_the_keys_of_those_who_ask_for_experts() -> None:
+    epochs = CacheEpochs()
+    plain, experts = epochs.marked("drivetrain-0"), epochs.marked(f"drivetrain-0{OF_EXPERTS}")
+    epochs.renew_experts()
+    assert epochs.is_current(plain)
+    assert not epochs.is_current(experts)
+    again = epochs.marked_again(experts)
+    assert again == epochs.marked(f"drivetrain-0{OF_EXPERTS}") != experts
+    assert epochs.is_current(again)
+    epochs.renew()
+    assert not epochs.is_current(again)
 
 
 def test_a_key_that_is_not_marked_is_of_no_reset() -> None:

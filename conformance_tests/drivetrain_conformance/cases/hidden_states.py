@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
@@ -17,14 +18,17 @@ from drivetrain.types.capability import Capability
 from drivetrain.types.modes import PauseMode
 from drivetrain.types.outputs import Completion
 from drivetrain.types.sampling import SamplingParams
+from drivetrain.types.weights import WeightUpdateRequest
 from drivetrain_conformance.assertions.same_answers import check_same
 from drivetrain_conformance.assets.served_models import ModelKind
 from drivetrain_conformance.assets.weight_sources import from_disk
 from drivetrain_conformance.harness.case import case
-from drivetrain_conformance.harness.testbench import Bench, NoOracle
-from drivetrain_conformance.harness.time_limits import within
+from drivetrain_conformance.harness.testbench import Bench, NoOracle, TooLate, end_requests
+from drivetrain_conformance.harness.time_limits import result_of, within
 from drivetrain_conformance.references.oracle import HiddenStatesOracle
 
+_AT_ONCE: Final = 2
+"""Requests that an engine runs at once, so that others wait."""
 _STATES: Final = SamplingParams(max_new_tokens=8, temperature=0, return_hidden_states=True)
 _EXPERTS: Final = SamplingParams(max_new_tokens=8, temperature=0, return_routed_experts=True)
 _BOTH: Final = _EXPERTS.model_copy(update={"return_prompt_routed_experts": True})
@@ -234,12 +238,14 @@ async def _interrupted(bench: Bench, prompt: list[int], interrupt: Callable[[], 
     Capability.STREAMING,
     Capability.WEIGHTS_DISK,
     model=ModelKind.MOE,
+    config={"max_num_seqs": _AT_ONCE},
     changes_weights=True,
 )
 async def experts_are_those_of_the_weights_that_chose_them(bench: Bench) -> None:
     """After an update, a prompt that was cached before has the new weights' experts, with keep_prefix_cache=True too.
 
-    A request that is retracted for the update keeps the experts that its prompt and its tokens had.
+    So has a request that waited in the engine through the update. One that is retracted for it keeps the experts that
+    its prompt and its tokens had.
     """
     engine, prompt = bench.engine, bench.prompt(min(300, bench.engine.model_info.context_length // 2))
     one, other = bench.model, bench.other_weights()
@@ -252,10 +258,42 @@ async def experts_are_those_of_the_weights_that_chose_them(bench: Bench) -> None
         for _ in range(2):
             (completion,) = (await engine.generate(prompt, _BOTH)).completions
             _check_whole(bench, completion, models)
+    if {Capability.PAUSE_IN_PLACE, Capability.WEIGHT_UPDATE_IN_FLIGHT_IN_PLACE} <= engine.capabilities:
+        _check_whole(bench, await _waiting_through_an_update(bench, prompt, from_disk(one, "one")), models)
+        await engine.update_named_weights(from_disk(one, "kept"))
     if not bench.claims(Capability.PAUSE_RETRACT) or not bench.claims(Capability.WEIGHT_UPDATE_IN_FLIGHT_RETRACT):
         return
     update = partial(engine.update_named_weights, from_disk(other, "later", mode=PauseMode.RETRACT))
     _check_whole(bench, await _interrupted(bench, prompt, update), models)
+
+
+async def _waiting_through_an_update(bench: Bench, prompt: list[int], old: WeightUpdateRequest) -> Completion:
+    """Update to other weights in place, and keep the cache, while requests run and one with a cached prompt waits.
+
+    Args:
+        bench: The case's bench.
+        prompt: The prompt of the request that waits.
+        old: The update before, after which the prompt is cached.
+    """
+    engine = bench.engine
+    await engine.update_named_weights(old)
+    await engine.generate(prompt, _BOTH)
+    async with bench.in_flight(bench.prompts(_AT_ONCE), bench.long(250), tokens=0) as running:
+        waiting = asyncio.create_task(engine.generate(prompt, _BOTH))
+        try:
+            async with within("a request to wait in the engine"):
+                while (await engine.stats()).waiting == 0:
+                    if running.done() or waiting.done():
+                        raise TooLate("the requests that run ended before another one waited")
+                    await asyncio.sleep(0.002)
+            new = from_disk(bench.other_weights(), "other", mode=PauseMode.IN_PLACE, keep_prefix_cache=True)
+            await engine.update_named_weights(new)
+            if running.done():
+                raise TooLate("the requests ended before the update, so this shows nothing")
+            (completion,) = (await result_of(waiting)).completions
+        finally:
+            await end_requests(engine, waiting)
+    return completion
 
 
 def _check_whole(bench: Bench, completion: Completion, models: Mapping[str, Path] | None = None) -> None:

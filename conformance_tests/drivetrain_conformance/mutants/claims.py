@@ -27,6 +27,7 @@ from drivetrain.types.outputs import FinishReason, GenerationOutput
 from drivetrain.types.prompts import TokenPrompt
 from drivetrain.types.routed_experts import RoutedExperts
 from drivetrain.types.sampling import JsonSchema, SamplingParams
+from drivetrain.types.weights import ApplyUpdate, WeightReply
 from drivetrain_conformance.mutants.registry import mutant, spoiled_backend
 from drivetrain_conformance.mutants.spoil import (
     CorrectBackend,
@@ -226,6 +227,28 @@ class gives_the_experts_that_older_weights_chose(CorrectBackend):
             return result
         first = self._kept.setdefault(prompt, result.prompt_routed_experts)
         return dataclasses.replace(result, prompt_routed_experts=first)
+
+
+@mutant("hidden_states/experts_are_those_of_the_weights_that_chose_them", says="was routed in layer")
+class gives_the_experts_of_the_weights_on_arrival(CorrectBackend):
+    """A prompt's experts are kept by its ids and by the weights at which its request came, also if it waits for others."""
+
+    _kept: dict[tuple[int, ...], RoutedExperts] = own(dict)
+    _updates: list[str] = own(list)
+
+    async def apply_weights(self, update: ApplyUpdate) -> WeightReply:
+        reply = await super().apply_weights(update)
+        self._updates.append(update.version)
+        return reply
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        key = (len(self._updates), *request.prompt_token_ids)
+        result = await super().generate(request)
+        if result.prompt_routed_experts is None:
+            return result
+        return dataclasses.replace(
+            result, prompt_routed_experts=self._kept.setdefault(key, result.prompt_routed_experts)
+        )
 
 
 @mutant("abort/ids_that_are_not_running_are_passed_over", says="claims abort, and refuses it")

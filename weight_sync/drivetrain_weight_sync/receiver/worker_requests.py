@@ -18,6 +18,7 @@ from drivetrain.types.config import EngineConfig
 from drivetrain.types.prompts import MediaInput
 from drivetrain.types.sampling import LogprobsMode, SamplingParams
 from drivetrain.types.sampling_mask import SamplingMask
+from drivetrain_weight_sync.receiver.cache_epochs import OF_EXPERTS
 from drivetrain_weight_sync.receiver.request_arrivals import request_id
 
 _ABORT_AGAIN_S: Final = 0.1
@@ -220,16 +221,20 @@ class WorkerRequests(Backend, Generic[S]):
 
     @property
     def cache_key(self) -> str:
-        """Prefix-cache key of new requests, used beside their tokens."""
-        return f"drivetrain-{self._cache_epoch}"
+        """Prefix-cache key of new requests, used beside their tokens.
+
+        No two engines have one in common: a cache that outlasts an engine, or that several share, has prefixes of other
+        weights.
+        """
+        return f"drivetrain-{self._prefix}-{self._cache_epoch}"
 
     def cache_key_of(self, request: GenerateRequest) -> str:
         """Return the key of a request's prefixes; if its prompt's experts are asked for, none of other weights match.
 
-        An update that keeps the prefix cache keeps the experts of its tokens too.
+        An update that keeps the prefix cache keeps the experts of its tokens too. See :class:`CacheEpochs`.
         """
         prompt_experts = request.params.return_prompt_routed_experts
-        return f"{self.cache_key}-{self.version}" if prompt_experts else self.cache_key
+        return f"{self.cache_key}{OF_EXPERTS}" if prompt_experts else self.cache_key
 
     def renew_cache_key(self) -> None:
         """Let new requests use no earlier prefix."""

@@ -369,6 +369,7 @@ class Worker(RankWeights):
         reply = super().receive_weights(message)
         if isinstance(message, CommitUpdate):
             forget_embeddings()
+            self._renew_experts()
             self.set_weight_version(message.version)
         return reply
 
@@ -379,9 +380,15 @@ class Worker(RankWeights):
 
     def _begin(self, update: ApplyUpdate) -> WeightReply:
         reply = self.begin_weights(update)
+        self._renew_experts()
         if not update.keep_prefix_cache:
             self.reset_prefix_cache()  # overlaps with copies on the GPU
         return reply
+
+    def _renew_experts(self) -> None:
+        """Let requests for their prompt's experts use no prefix of the weights before an update."""
+        self.cache_epochs.renew_experts()
+        self._mark_waiting()
 
     def apply_weights_counting(self, update: ApplyUpdate, request_ids: list[str]) -> tuple[WeightReply, dict[str, int]]:
         """Take all steps of an update while requests are frozen, and count their tokens."""

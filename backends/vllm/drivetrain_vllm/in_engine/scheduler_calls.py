@@ -62,11 +62,21 @@ class Core:
         if scheduler.reset_prefix_cache() and scheduler.connector is None:
             return  # no prefix is left; a connector keeps its own, of offloaded blocks
         self.cache_epochs.renew()
+        self._mark_waiting()
+
+    def _mark_waiting(self) -> None:
+        scheduler = self._core.scheduler
         running = {request.request_id for request in scheduler.running}
         for request in scheduler.requests.values():
             # A connector may be loading the cache of a request that waits.
-            if request.request_id not in running and not request.num_computed_tokens:
+            is_marked = self.cache_epochs.is_current(request.cache_salt)
+            if not is_marked and request.request_id not in running and not request.num_computed_tokens:
                 self._mark_again(request)
+
+    def _renew_experts(self) -> None:
+        """Let requests for their prompt's experts use no prefix of the weights before an update."""
+        self.cache_epochs.renew_experts()
+        self._mark_waiting()
 
     def arrived(self, request: Any) -> None:
         """Take note of a request, which a reset may have overtaken."""
@@ -93,6 +103,7 @@ class Core:
         """Take one step of an update."""
         reply = cast("WeightReply", self._of_workers("receive_weights", message))
         if isinstance(message, CommitUpdate):
+            self._renew_experts()
             self._core.reset_encoder_cache()
             self.set_weight_version(message.version)
         return reply
@@ -101,6 +112,7 @@ class Core:
         """Take all steps of an update."""
         reply = cast("WeightReply", self._of_workers("begin_weights", update))
         # Overlaps with copies on the GPU:
+        self._renew_experts()
         if not update.keep_prefix_cache:
             self.reset_prefix_cache()
         self._core.reset_encoder_cache()
