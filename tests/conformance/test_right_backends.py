@@ -20,7 +20,7 @@ from drivetrain.engine.request_builder import CallOptions
 from drivetrain.engine.scoring import ScoringCall
 from drivetrain.errors import WeightBaseMismatch
 from drivetrain.types.config import EngineConfig
-from drivetrain.types.weights import PluginSource, PrepareUpdate, WeightMessage, WeightReply
+from drivetrain.types.weights import ApplyUpdate, PluginSource, PrepareUpdate, WeightMessage, WeightReply
 from drivetrain_conformance.cases import all_cases
 from drivetrain_conformance.harness.run_profile import PROFILES
 from drivetrain_conformance.harness.runner import Runner
@@ -109,6 +109,15 @@ class CannotReadWeights(CorrectBackend):
         return await super().receive_weights(message)
 
 
+class TellsOfUpdatesLate(CorrectBackend):
+    """Serves new weights for a while before it answers that they were applied."""
+
+    async def apply_weights(self, update: ApplyUpdate) -> WeightReply:
+        reply = await super().apply_weights(update)
+        await asyncio.sleep(0.3)
+        return reply
+
+
 class RefusesLate(Generation):
     """Refuses a request after it has answered calls that were made later.
 
@@ -158,6 +167,7 @@ RIGHT: dict[type[CorrectBackend | Generation], dict[str, Verdict]] = {
         "weight_sync/only_what_changed_is_pushed": Verdict.PASSED,
     },
     HasNoSeeds: {"openai/answers_are_json_where_tokens_cannot_be_drawn": Verdict.PASSED},
+    TellsOfUpdatesLate: {"weight_sync/frozen_requests_go_on_where_they_were": Verdict.PASSED},
     RefusesLate: {"histories/random_sleeps_keep_the_contract": Verdict.PASSED},
 }
 """Backends and parts of an engine, and what the suite must say of them."""

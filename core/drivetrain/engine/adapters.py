@@ -133,8 +133,9 @@ class Adapters:
                 self.controller.move_to(before)
 
     async def _label_and_serve(self, version: str, name: str, adapter: LoadedLora) -> None:
-        await self.weights.label(version)
-        self._serve(version, name, adapter)
+        with self.weights.to_come(version):
+            await self.weights.label(version)
+            self._serve(version, name, adapter)
 
     def _serve(self, version: str, name: str, adapter: LoadedLora) -> None:
         self.loaded.put(name, adapter)

@@ -280,10 +280,17 @@ class RequestsInFlight:
             finally:
                 self._left(sample)
             if not is_unlabelled_score(sample, whole):
+                await self._until_published(whole)
                 return whole
             if served == self._served():  # else either version may have scored it, and it is scored again
                 return labelled_score(whole, version)
         return aborted_before_start(sample)
+
+    async def _until_published(self, result: GenerateResult) -> None:
+        """Wait until the engine's version is no older than that of a result: the backend serves new weights earlier."""
+        spans = result.weight_versions
+        while spans and spans[-1].version == self.weights.coming != self.weights.version:
+            await self._change()
 
     async def _run_watched(self, sample: Sample) -> GenerateResult:
         if not await self._admitted(sample):
@@ -360,6 +367,8 @@ class RequestsInFlight:
                     counted = self.counts.step(delta, counted)
                     if delta.token_ids and delta.result is None:
                         self.require_version(sample.request)
+                    if delta.result is not None:
+                        await self._until_published(delta.result)
                     yield delta
         except EngineDied as error:
             self.controller.fail(str(error), died=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Generator
+from contextlib import contextmanager
 
 from drivetrain.backend.base import Backend
 from drivetrain.backend.toolkit.deadlines import deadline
@@ -23,6 +24,8 @@ class ServedWeights:
         self.controller = controller
         self.backend = backend
         self._version = controller.config.weight_version
+        self.coming: str | None = None
+        """A version that the backend may already serve, and that is not published."""
 
     @property
     def version(self) -> str:
@@ -33,6 +36,16 @@ class ServedWeights:
         """Name the weights that are served from now on."""
         self._version = version
         self.controller.notify()
+
+    @contextmanager
+    def to_come(self, version: str) -> Generator[None, None, None]:
+        """Mark a version as one that the backend may serve before it is published, at the end of the block at most."""
+        self.coming = version
+        try:
+            yield
+        finally:
+            self.coming = None
+            self.controller.notify()
 
     async def relabel(self, version: str) -> None:
         """Give the weights another version; see ``InferenceEngine.update_weight_version``."""
@@ -48,8 +61,9 @@ class ServedWeights:
             await to_its_end(self._relabel(version))
 
     async def _relabel(self, version: str) -> None:
-        await self.label(version)
-        self.publish(version)
+        with self.to_come(version):
+            await self.label(version)
+            self.publish(version)
 
     async def label(self, version: str) -> None:
         """Let the backend label the tokens that it samples from now on."""

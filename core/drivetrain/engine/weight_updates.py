@@ -138,14 +138,15 @@ class WeightUpdates:
                 if not at_once:
                     await transaction.begin()
                 yield transaction
-                await (transaction.apply(freeze) if at_once else transaction.finish())
+                with self.weights.to_come(request.version):
+                    await (transaction.apply(freeze) if at_once else transaction.finish())
+                    self.weights.publish(request.version)
             except BaseException as error:
                 controller.move_to(controller.status.dirty(failure_reason(request.version, error)))
                 await self._withdraw(freeze)
                 if isinstance(error, Exception) and not isinstance(error, DrivetrainError):
                     raise as_transfer_error(request.version, error) from error
                 raise
-            self.weights.publish(request.version)
             after = controller.status.commit_update()
             if freeze is not None:
                 self.pauses.were_unfrozen()

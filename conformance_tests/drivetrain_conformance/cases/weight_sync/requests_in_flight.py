@@ -12,6 +12,7 @@ from drivetrain.types.outputs import FinishReason
 from drivetrain_conformance.assertions.lasting_state import with_a_state
 from drivetrain_conformance.assertions.same_answers import check_same
 from drivetrain_conformance.assertions.weight_checks import check_made_by
+from drivetrain_conformance.assets.weight_sources import from_disk
 from drivetrain_conformance.cases.weight_sync.checks import (
     NEW,
     TOKENS,
@@ -84,6 +85,20 @@ async def frozen_requests_go_on_where_they_were(bench: Bench) -> None:
         check_logprobs(bench, completion, bench.model, completion.weight_versions[0])
         check_kept_cache(bench, completion, bench.model, bench.other_weights())
     check_late(bench, updated)
+    await _names_no_version_to_come(bench)
+
+
+async def _names_no_version_to_come(bench: Bench) -> None:
+    """Update while a request runs that ends soon, and check that its completion names no version before the engine."""
+    engine, version = bench.engine, "to-come"
+    async with bench.in_flight([bench.prompt()], bench.long(60)) as running:
+        push = from_disk(bench.other_weights(), version, mode=PauseMode.IN_PLACE)
+        updating = asyncio.create_task(engine.update_named_weights(push))
+        (completion,) = (await running).completions
+        published = engine.get_weight_version()
+        await updating
+    last = completion.weight_versions[-1].version
+    assert last != version or published == version, f"a completion named {last!r} when the engine served {published!r}"
 
 
 @case(*_SPANS, Capability.PAUSE_ABORT, changes_weights=True)
