@@ -83,9 +83,18 @@ class ServerConfig(BaseModel):
     max_body_bytes: PositiveInt = Field(
         default=256 << 20, description="Largest request body: a trainer may send a whole batch in one."
     )
+    keep_alive_timeout: PositiveInt = Field(
+        default=75, description="Seconds that a connection stays open on which no request has begun."
+    )
+    header_timeout: PositiveFloat = Field(
+        default=30.0, description="Seconds in which a request's headers must have come after their first byte."
+    )
     body_timeout: PositiveFloat = Field(default=60.0, description="Seconds in which a request body must have come.")
+    receive_timeout: PositiveFloat = Field(
+        default=30.0, description="Seconds in which each next part of a request body must have come."
+    )
     send_timeout: PositiveFloat = Field(
-        default=60.0, description="Seconds in which a client must take a part of a stream; else its requests end."
+        default=60.0, description="Seconds in which a client must take a part of its answer; else its requests end."
     )
     sessions: SessionConfig = Field(default_factory=SessionConfig, description="Bounds of recorded sessions.")
     weight_group_timeout: PositiveFloat = Field(

@@ -93,7 +93,7 @@ class Server:
                 listen(listening.port, self.config)
                 await listening.front_ends.start(self._app)
             else:
-                serving = AppOnSocket(self._app, listening.port, self.config)
+                serving = AppOnSocket(self._app, listening.port, self.config, counts=self._app.state.counts)
                 self._ends.push_async_callback(serving.close)
                 listen(listening.port, self.config)
                 await serving.start()

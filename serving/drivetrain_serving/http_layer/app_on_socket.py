@@ -14,10 +14,10 @@ from starlette.types import ASGIApp
 
 from drivetrain.errors import InvalidConfig
 from drivetrain_serving.config import ServerConfig
-from drivetrain_serving.http_layer.unread_bodies import ClosesUnlessContinued, reads_on
+from drivetrain_serving.http_layer.connections import protocol_of
+from drivetrain_serving.http_layer.request_counts import RequestCounts
+from drivetrain_serving.http_layer.unread_bodies import ClosesUnlessContinued
 
-_KEEP_ALIVE_S: Final = 75
-"""Seconds that an idle connection stays open: clients that keep connections take 5 s or more for granted."""
 _BACKLOG: Final = 2048
 """Connections that may wait to be accepted."""
 
@@ -46,21 +46,30 @@ class AppOnSocket:
         listening: The socket.
         config: The server's bounds.
         shared: Other processes accept on this socket, too: leave them their part of many connections at once.
+        counts: Counts the requests that do not reach the application.
     """
 
-    def __init__(self, app: ASGIApp, listening: socket.socket, config: ServerConfig, *, shared: bool = False) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        listening: socket.socket,
+        config: ServerConfig,
+        *,
+        shared: bool = False,
+        counts: RequestCounts | None = None,
+    ) -> None:
         self._socket = listening
         self._server = _Announcing(
             uvicorn.Config(
                 ClosesUnlessContinued(app),
                 lifespan="off",
-                http=reads_on(config),
+                http=protocol_of(config, counts),
                 ws="none",  # no route is one
                 log_config=None,
                 access_log=False,
                 server_header=False,
                 backlog=1 if shared else _BACKLOG,  # also how many connections asyncio accepts at one wake-up
-                timeout_keep_alive=_KEEP_ALIVE_S,
+                timeout_keep_alive=config.keep_alive_timeout,
                 timeout_graceful_shutdown=round(config.shutdown_timeout),
             )
         )

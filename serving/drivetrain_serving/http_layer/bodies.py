@@ -23,23 +23,32 @@ async def read_body(request: Request, config: ServerConfig) -> bytes:
     """Return the body.
 
     Raises:
-        HTTPException: 413, it is larger than ``max_body_bytes``; 408, it took longer than ``body_timeout``.
+        HTTPException: 413, it is larger than ``max_body_bytes``; 408, it took longer than ``body_timeout``, or its next
+            part longer than ``receive_timeout``.
     """
     most = config.max_body_bytes
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > most:
         raise HTTPException(413, f"the body has {announced} bytes; at most {most} are taken")
+    now = asyncio.get_running_loop().time
+    end = now() + config.body_timeout
+
+    def next_due() -> float:
+        return min(end, now() + config.receive_timeout)
+
     parts: list[bytes] = []
     size = 0
     try:
-        async with asyncio.timeout(config.body_timeout):
+        async with asyncio.timeout_at(next_due()) as waiting:
             async for part in request.stream():
+                waiting.reschedule(next_due())
                 size += len(part)
                 if size > most:
                     raise HTTPException(413, f"the body has more than {most} bytes")
                 parts.append(part)
     except TimeoutError:
-        raise HTTPException(408, f"the body did not come within {config.body_timeout:g} s") from None
+        within = f"within {config.body_timeout:g} s, or no part of it within {config.receive_timeout:g} s"
+        raise HTTPException(408, f"the body did not come {within}") from None
     return b"".join(parts)
 
 

@@ -134,5 +134,5 @@ async def _answer(upstream: _Upstream, send: Send, send_timeout: float) -> bool:
                 await send({"type": "http.response.body", "body": bytes(event.data), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
     except (TimeoutError, *_LOST) as error:
-        _LOGGER.warning("an answer that was passed on broke off: %s", error or type(error).__name__)
+        _LOGGER.warning("an answer that was passed on broke off: %s", str(error) or type(error).__name__)
     return True

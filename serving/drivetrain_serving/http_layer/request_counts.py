@@ -28,7 +28,7 @@ class RequestCounts:
         self._templates = [route for route in routes if route.param_convertors]
 
     def count(self, path: str, status: int) -> None:
-        """Count an answer to a request for ``path``."""
+        """Count an answer to a request for ``path``, which is empty if it was refused before its path was known."""
         self.answers[self._route(path), status] += 1
 
     def by_route(self) -> dict[str, dict[int, int]]:

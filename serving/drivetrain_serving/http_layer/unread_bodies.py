@@ -18,8 +18,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import CLOSE_HEADER
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
-from drivetrain_serving.config import ServerConfig
-
 _ANSWERABLE: Final = (h11.IDLE, h11.SEND_RESPONSE)
 _TEXT: Final = (b"content-type", b"text/plain; charset=utf-8")
 
@@ -41,8 +39,9 @@ class ReadsOn(H11Protocol):
         """Begin."""
         self._socket = transport
         self._left = self.most_bytes
+        self._refused = False
         self._deadline: asyncio.TimerHandle | None = None
-        super().connection_made(_Transport(transport, self._close))
+        super().connection_made(_Transport(transport, self.close_connection))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End."""
@@ -96,9 +95,14 @@ class ReadsOn(H11Protocol):
         """Refuse bytes that are no HTTP, in the place where uvicorn handles the error."""
         error = sys.exc_info()[1]
         status = error.error_status_hint if isinstance(error, h11.RemoteProtocolError) else 400
+        self.refuse(status, msg if error is None else f"{msg} {error}")
+
+    def refuse(self, status: int, words: str) -> None:
+        """Answer bytes that are no whole request, unless an answer has begun, and close the connection."""
+        self._refused = True
         if self.conn.our_state in _ANSWERABLE:
             is_head = self.conn.our_state is h11.SEND_RESPONSE and self.scope["method"] == "HEAD"
-            body = (msg if error is None else f"{msg} {error}").encode()
+            body = words.encode()
             headers = [_TEXT, CLOSE_HEADER, (b"content-length", b"%d" % len(body))]
             for event in (
                 h11.Response(status_code=status, headers=headers, reason=STATUS_PHRASES[status]),
@@ -108,9 +112,9 @@ class ReadsOn(H11Protocol):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
 
-    def _close(self) -> None:
+    def close_connection(self) -> None:
         """Close the connection, or our half of it if the client may be sending."""
-        if self.conn.their_state not in (h11.SEND_BODY, h11.ERROR):
+        if not self._refused and self.conn.their_state is not h11.SEND_BODY:
             self._socket.close()
             return
         if self.cycle is not None and not self.cycle.response_complete:
@@ -165,16 +169,6 @@ class _Transport(asyncio.Transport):
 
     def get_extra_info(self, name: str, default: object = None) -> object:
         return self._connection.get_extra_info(name, default)
-
-
-def reads_on(config: ServerConfig) -> type[H11Protocol]:
-    """Return the protocol with the bounds of a server: those of a body that it takes, and as many bytes again."""
-
-    class Bounded(ReadsOn):
-        most_bytes = 2 * config.max_body_bytes
-        most_seconds = config.body_timeout
-
-    return Bounded
 
 
 class ClosesUnlessContinued:

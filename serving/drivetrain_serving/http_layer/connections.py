@@ -1,0 +1,32 @@
+"""The server's connections: uvicorn's protocol within the server's bounds."""
+
+from __future__ import annotations
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from drivetrain_serving.config import ServerConfig
+from drivetrain_serving.http_layer.request_counts import RequestCounts
+from drivetrain_serving.http_layer.slow_clients import EndsSlowClients
+
+
+def protocol_of(config: ServerConfig, counts: RequestCounts | None) -> type[H11Protocol]:
+    """Return the protocol of a server's connections.
+
+    Args:
+        config: Its bounds. As many bytes of a refused body are discarded as are taken, and as many again.
+        counts: Counts the requests that are refused before they have a path.
+    """
+
+    class Connection(EndsSlowClients):
+        most_bytes = 2 * config.max_body_bytes
+        most_seconds = config.body_timeout
+        header_seconds = config.header_timeout
+        send_seconds = config.send_timeout
+
+        def refuse(self, status: int, words: str) -> None:
+            if counts is not None and self.conn.our_state is h11.IDLE:
+                counts.count("", status)
+            super().refuse(status, words)
+
+    return Connection
