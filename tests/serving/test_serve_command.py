@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import httpx
@@ -71,9 +71,9 @@ def test_a_server_lets_requests_end_when_it_is_told_to(model: Path) -> None:
     assert len(answer.json()["choices"][0]["token_ids"]) == 900
 
 
-def front_ends(server: subprocess.Popen[str]) -> list[psutil.Process]:
+def front_ends(server: subprocess.Popen[str], count: int = 2) -> list[psutil.Process]:
     found = [one for one in psutil.Process(server.pid).children() if "drivetrain_serving.front_ends" in one.cmdline()]
-    assert len(found) == 2
+    assert len(found) == count
     return found
 
 
@@ -117,6 +117,72 @@ def test_no_process_outlives_one_that_is_killed_while_the_engine_starts(model: P
         server.kill()
         psutil.wait_procs(processes, HANGING)
         assert not [one for one in processes if one.is_running()]
+
+
+FORKS = """
+import asyncio, multiprocessing, signal, sys, time
+from drivetrain import create_engine
+from drivetrain_serving import Server, ServerConfig
+from drivetrain_serving.server import Listening
+
+forking = multiprocessing.get_context("fork")
+
+def fork():
+    forked = forking.Process(target=time.sleep, args=(3600,), daemon=True)
+    forked.start()
+    print(forked.pid, flush=True)
+
+async def serve(model, processes):
+    config = ServerConfig(port=0, processes=processes)
+    async with Listening(config) as listening:
+        fork()  # as an engine that starts, in this process
+        async with create_engine("transformers", model=model) as engine:
+            async with Server(engine, config, listening=listening) as server:
+                print(server.url.rpartition(":")[2], flush=True)
+                await asyncio.to_thread(sys.stdin.readline)
+                fork()  # as one that is in use
+                await asyncio.sleep(3600)
+
+asyncio.run(serve(sys.argv[1], int(sys.argv[2])))
+"""
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_nothing_of_a_killed_server_is_left_to_processes_that_were_forked_from_it(model: Path, processes: str) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", FORKS, str(model), processes]
+    with ExitStack() as stack:
+        server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        stack.enter_context(server)
+        stack.callback(server.kill)
+        assert server.stdin is not None
+        assert server.stdout is not None
+        stack.callback(psutil.Process(int(server.stdout.readline())).kill)
+        port = int(server.stdout.readline())
+        client = stack.enter_context(socket.create_connection(("127.0.0.1", port), HANGING))
+        client.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert client.recv(1 << 16).startswith(b"HTTP/1.1 200")
+        server.stdin.write("\n")
+        server.stdin.flush()
+        stack.callback(psutil.Process(int(server.stdout.readline())).kill)
+        others = front_ends(server, 0 if processes == "1" else 2)
+        server.kill()
+        server.wait(HANGING)
+        assert client.recv(1) == b""
+        _, alive = psutil.wait_procs(others, HANGING)
+        assert not alive
+        socket.create_server(("127.0.0.1", port)).close()
+
+
+def test_no_front_end_waits_for_a_server_that_was_killed_after_its_engine_had_forked(model: Path) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", FORKS, str(model), "2"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        forked = psutil.Process(int(server.stdout.readline()))
+        others = front_ends(server)
+        server.kill()
+        _, alive = psutil.wait_procs(others, HANGING)
+        forked.kill()
+        assert not alive
 
 
 def test_a_port_that_is_taken_is_told_before_the_engine_starts(model: Path) -> None:

@@ -29,6 +29,7 @@ from drivetrain.process.proof import LONGEST_KEY, new_nonce, proof, proves
 from drivetrain.process.pulse import PulseSocket, PulseWatch
 from drivetrain.process.rpc_methods import SHARED_METHODS
 from drivetrain.process.rpc_server import RpcServer
+from drivetrain.process.sockets_in_forks import keep_from_forks
 from drivetrain.process.tls import server_context
 from drivetrain.process.tls_server import TlsServer
 from drivetrain.process.wire import FRAME_LIMIT, Attach, Attached, Call, FromTrainer, State
@@ -98,7 +99,7 @@ class EngineListener:
         if address is None:
             self._folder = self._folder or tempfile.mkdtemp(prefix="drivetrain-engine-")  # with mode 0700
             path = f"{self._folder}/{len(self._servers)}.sock"
-            self._servers.append(await loop.create_unix_server(serve, path))
+            self._add(await loop.create_unix_server(serve, path))
             return EngineHandle(f"unix:{path}", key)
         host, port = _host_and_port(address)
         shown_host = _in_address(announced or host)
@@ -112,9 +113,13 @@ class EngineListener:
                 server = await loop.create_server(partial(_serve_tls, tls[0], serve), host, port)
         except (OSError, ValueError) as error:  # ValueError: no host name at all
             raise InvalidConfig(f"listen={shown(address)}: {error}", field="listen") from error
-        self._servers.append(server)
+        self._add(server)
         bound = server.sockets[0].getsockname()[1]
         return EngineHandle(f"{scheme}://{shown_host}:{bound}", key, fingerprint)
+
+    def _add(self, server: asyncio.Server) -> None:
+        keep_from_forks(server)
+        self._servers.append(server)
 
     # State -------------------------------------------------------------------------------------------------------
 
@@ -170,6 +175,7 @@ class HolderConnection(RpcServer):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
+        keep_from_forks(transport)
         if len(self._listener.unknown) >= UNKNOWN_MOST:
             self._transport.abort()
             return
@@ -319,6 +325,7 @@ def _taken(transport: asyncio.Transport) -> PulseSocket:
     if isinstance(transport, TlsServer):
         return transport.detach()
     taken = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
+    keep_from_forks(taken)
     taken.setblocking(False)
     transport.pause_reading()
     transport.abort()  # closes asyncio's descriptor; ours stays

@@ -14,6 +14,7 @@ import ssl
 from typing import Final, cast
 
 from drivetrain.errors import TlsError
+from drivetrain.process.sockets_in_forks import keep_from_forks
 from drivetrain.process.wire import frame
 from drivetrain.process.wire_errors import failure
 
@@ -45,6 +46,7 @@ class TlsServer(asyncio.Protocol, asyncio.Transport):
     # The socket ------------------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        keep_from_forks(transport)
         self._raw = cast(asyncio.Transport, transport)
         self._silence = asyncio.get_running_loop().call_later(SILENT_S, self._refuse_plain)
         self._inner.connection_made(self)
@@ -127,6 +129,7 @@ class TlsServer(asyncio.Protocol, asyncio.Transport):
         self._flush()
         raw = self._raw.get_extra_info("socket")
         taken = socket.socket(fileno=os.dup(raw.fileno()))
+        keep_from_forks(taken)
         self._raw.pause_reading()
         self._raw.abort()  # closes asyncio's descriptor; ours stays
         return TlsSocket(taken, self._tls, self._incoming, self._outgoing)

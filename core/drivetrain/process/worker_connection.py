@@ -10,19 +10,18 @@ import os
 import socket
 import struct
 import uuid
-import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
 from drivetrain.errors import DrivetrainError, EngineStartError
 from drivetrain.process.rpc_client import RpcClient
+from drivetrain.process.sockets_in_forks import keep_from_forks
 from drivetrain.process.wire import Failure
 from drivetrain.process.worker_calls import CallNotTaken
 
 _CREDENTIALS: Final = struct.Struct("3i")
 """Process, user and group of a socket's other end."""
-_listening: Final[weakref.WeakSet[WorkerListener]] = weakref.WeakSet()
 
 
 class WorkerListener:
@@ -34,7 +33,7 @@ class WorkerListener:
         self._socket.bind(f"\0{self.name}")
         self._socket.listen()
         self._socket.setblocking(False)
-        _listening.add(self)
+        keep_from_forks(self._socket)
 
     async def accept(self, lost: Callable[[], DrivetrainError], patience: float = 60.0) -> WorkerConnection:
         """Wait until the engine's process has connected.
@@ -69,19 +68,6 @@ class WorkerListener:
         with suppress(OSError):  # it may be closed
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
-
-    def close_copy(self) -> None:
-        """Close this process's copy: the process that it was forked from goes on listening."""
-        self._socket.close()
-
-
-def _close_listeners() -> None:
-    for listener in list(_listening):
-        listener.close_copy()
-
-
-# A forked process would go on listening after the host has stopped.
-os.register_at_fork(after_in_child=_close_listeners)
 
 
 class WorkerConnection(RpcClient):

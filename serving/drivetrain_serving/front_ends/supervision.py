@@ -20,6 +20,7 @@ from drivetrain.backend.toolkit.deadlines import deadline
 from drivetrain.backend.toolkit.owned_folder import OwnedFolder
 from drivetrain.engine.tasks import gather_or_cancel
 from drivetrain.errors import ConnectionLost, DeadlineExceeded, DrivetrainError, EngineStartError
+from drivetrain.process.sockets_in_forks import keep_from_forks
 from drivetrain.types.handle import EngineHandle
 from drivetrain_serving.config import ServerConfig
 from drivetrain_serving.front_ends.calls import FRONT_END, OWNER, Caller, OwnerCalls, answer
@@ -179,12 +180,16 @@ class _FrontEnd:
         called, called_there = socket.socketpair()
         calling, calling_there = socket.socketpair()
         self._waiting = (called, calling)
+        for ours in self._waiting:
+            keep_from_forks(ours)
         there = (self._port, called_there, calling_there)
         fds = [one.fileno() for one in there]
         command = (sys.executable, "-P", "-X", "faulthandler", "-m", "drivetrain_serving.front_ends", *map(str, fds))
         self._process = await asyncio.create_subprocess_exec(
             *command, stdin=asyncio.subprocess.PIPE, stdout=_STDERR, pass_fds=fds, start_new_session=True
         )
+        assert self._process.stdin is not None
+        keep_from_forks(self._process.stdin.transport)
         called_there.close()
         calling_there.close()
 

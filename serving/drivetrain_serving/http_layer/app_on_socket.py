@@ -13,6 +13,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from drivetrain.errors import InvalidConfig
+from drivetrain.process.sockets_in_forks import keep_from_forks
 from drivetrain_serving.config import ServerConfig
 from drivetrain_serving.http_layer.connections import protocol_of
 from drivetrain_serving.http_layer.request_counts import RequestCounts
@@ -117,6 +118,7 @@ def listening_port(config: ServerConfig) -> socket.socket:
         listening.close()
         raise _taken(config, error) from error
     listening.set_inheritable(False)
+    keep_from_forks(listening)
     return listening
 
 
@@ -146,6 +148,7 @@ def listening_path(path: Path) -> socket.socket:
     """
     path.unlink(missing_ok=True)
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    keep_from_forks(listening)
     try:
         listening.bind(str(path))
     except OSError as error:  # e.g. the path is too long

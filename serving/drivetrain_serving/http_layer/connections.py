@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from drivetrain.process.sockets_in_forks import keep_from_forks
 from drivetrain_serving.config import ServerConfig
 from drivetrain_serving.http_layer.request_counts import RequestCounts
 from drivetrain_serving.http_layer.slow_clients import EndsSlowClients
@@ -23,6 +26,10 @@ def protocol_of(config: ServerConfig, counts: RequestCounts | None) -> type[H11P
         most_seconds = config.body_timeout
         header_seconds = config.header_timeout
         send_seconds = config.send_timeout
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            keep_from_forks(transport)  # it would not end for the client when it does for the server
+            super().connection_made(transport)
 
         def refuse(self, status: int, words: str) -> None:
             if counts is not None and self.conn.our_state is h11.IDLE:
