@@ -57,6 +57,12 @@ SKYRL ?= skyrl[tinker,jax]==0.3.0
 SKYRL_READY := .venvs/skyrl/.ready-$(shell echo '$(SKYRL)' | sha256sum | cut -c1-16)
 SKYRL_CLIENT ?= skyrl==0.3.0
 SKYRL_CLIENT_READY := .venvs/skyrl-client/.ready-$(shell echo '$(SKYRL_CLIENT)' | sha256sum | cut -c1-16)
+# AReaL pins torch below 2.11 and asks for many packages that its trainer does not import: no package brings its dependencies. Of SGLang
+# it looks at the version, and imports nothing.
+AREAL ?= areal==1.0.4 sglang==0.5.10.post1
+AREAL_IMPORT := torchdata 'transformers<=5.3' datasets 'peft<=0.18.1' pybase64 uvloop aiohttp ray orjson numba omegaconf==2.4.0.dev2 \
+	hydra-core tenacity flask lark requests pillow pydantic colorlog einops aiofiles openai swanlab trackio wandb tensorboardx tabulate
+AREAL_READY := .venvs/areal/.ready-$(shell echo "$(AREAL) $(AREAL_IMPORT) $(TORCH)" | sha256sum | cut -c1-16)
 TRAINER_READY := .venvs/trainer/.ready-$(shell (cat pyproject.toml; echo '$(TORCH)') | sha256sum | cut -c1-16)
 HTTP_TRAINER_READY := .venvs/http-trainer/.ready-$(shell echo '$(TORCH)' | sha256sum | cut -c1-16)
 TRL ?= trl==1.16.0
@@ -69,7 +75,7 @@ LAYERS_IMPORT := ray==2.60.0 datasets==5.2.0 pandas pyarrow multiprocess xxhash 
 	antlr4-python3-runtime==4.9.3 tensordict pyvers orjson codetiming tenacity msgpack pylatexenc colorlog flask werkzeug itsdangerous \
 	blinker torchdata aiofiles
 LAYERS_READY := .venvs/layers/.ready-$(shell echo '$(LAYERS) $(LAYERS_IMPORT)' | sha256sum | cut -c1-16)
-# The port of `make serve-demo`.
+# The port of `make serve-demo` and `make train-areal`.
 PORT ?= 8000
 # The clients and trainers that drive our server unmodified, in the releases of the table in the docs.
 TRAINERS ?= openai==2.54.0 anthropic==2.14.0 langchain-openai==1.7.4 verifiers==0.4.0 renderers==0.1.12
@@ -88,7 +94,7 @@ SCHEMATHESIS ?= schemathesis==4.32.5
 SCHEMATHESIS_READY := .venvs/schemathesis/.ready-$(shell echo '$(SCHEMATHESIS)' | sha256sum | cut -c1-16)
 CASES ?= 5
 
-.PHONY: help setup demo serve-demo test test-unit test-slow test-sglang-server test-vllm-server test-vllm-routes test-sglang-routes test-gateway test-openapi test-status-page test-resume test-trainer-half test-trainers train-skyrl faults faults-fleet faults-holders fuzz conformance conformance-all conformance-remote conformance-ray conformance-fleet conformance-quantised on-engines beside-engines parity parity-page mutants drawn-mutants mutants-of-engine matrix lint lint-mypy lint-pyright lint-contracts site docs bench clean test-skyrl-client test-openrlhf test-trl demo-trl test-trl-teacher test-verl demo-verl test-embeddings test-gyms show-trainers-layers
+.PHONY: help setup demo serve-demo test test-unit test-slow test-sglang-server test-vllm-server test-vllm-routes test-sglang-routes test-gateway test-openapi test-status-page test-resume test-trainer-half test-trainers train-skyrl train-areal faults faults-fleet faults-holders fuzz conformance conformance-all conformance-remote conformance-ray conformance-fleet conformance-quantised on-engines beside-engines parity parity-page mutants drawn-mutants mutants-of-engine matrix lint lint-mypy lint-pyright lint-contracts site docs bench clean test-skyrl-client test-openrlhf test-trl demo-trl test-trl-teacher test-verl demo-verl test-embeddings test-gyms show-trainers-layers
 .PHONY: environments environment-transformers environment-echo environment-trainer environment-trainers environment-sglang environment-sglang-server environment-vllm environment-vllm-server environment-openrlhf environment-trl environment-verl
 
 help: ## show this list
@@ -243,6 +249,22 @@ $(SKYRL_READY): | pyproject.toml
 	@[[ -x .venvs/skyrl/bin/python ]] || $(SGLANG_PYTHON) -m venv .venvs/skyrl
 	@.venvs/skyrl/bin/python -m pip install --quiet --disable-pip-version-check --retries 10 '$(TORCH)' '$(SKYRL)' 'tinker<=0.24.1' uv
 	@rm -f .venvs/skyrl/.ready-* && touch $@
+
+train-areal: environment-$(BACKEND) $(AREAL_READY) ## train with AReaL's whole trainer at `drivetrain serve` on BACKEND; RANKS=2; ARGS="--updates disk"
+	@$(if $(filter-out transformers,$(BACKEND)),$(ENVIRONMENT)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[serve]')
+	@export HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1; work=$$(mktemp -d); trap 'kill $$(jobs -p) 2>/dev/null; wait; rm -r $$work' EXIT; \
+	model=$$($(BIN)/python -c 'from drivetrain_demo.settings import tiny_policy; print(tiny_policy(0))'); \
+	$(ENGINE_ENV) $(ENVIRONMENT)/bin/drivetrain serve --backend $(BACKEND) --model $$model --dialect sglang --port $(PORT) >$$work/serve.log 2>&1 & \
+	until grep -q ^serving $$work/serve.log; do kill -0 $$! || { cat $$work/serve.log; exit 1; }; sleep 1; done; \
+	AREAL_SPMD_MODE=1 AREAL_LLM_SERVER_ADDRS=127.0.0.1:$(PORT) .venvs/areal/bin/python -W ignore -m torch.distributed.run --standalone \
+		--nproc-per-node $(or $(RANKS),1) examples/areal_training.py --model $$model $(ARGS) || { tail -n 50 $$work/serve.log; exit 1; }
+
+$(AREAL_READY): | pyproject.toml
+	@echo "setting up .venvs/areal with $(PYTHON): 2 GB, five minutes"
+	@[[ -x .venvs/areal/bin/python ]] || $(PYTHON) -m venv .venvs/areal
+	@.venvs/areal/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(AREAL)
+	@.venvs/areal/bin/python -m pip install --quiet --disable-pip-version-check '$(TORCH)' $(AREAL_IMPORT)
+	@rm -f .venvs/areal/.ready-* && touch $@
 
 # Their packages know nothing of drivetrain: the server runs in the project's environment.
 test-trainers: environment-trainers ## unmodified clients and trainers from the registry against drivetrain serve
