@@ -305,8 +305,8 @@ def test_arguments_for_media_that_the_engine_never_reads_are_refused(name: str, 
 
 
 def test_a_cache_that_cannot_bear_weight_updates_is_refused() -> None:
+    kwargs = {"enable_hierarchical_cache": True, "hicache_host_memory_mode": "buffer_only"}
     with pytest.raises(InvalidConfig, match="hicache_host_memory_mode='buffer_only'") as caught:
-        kwargs = {"enable_hierarchical_cache": True, "hicache_host_memory_mode": "buffer_only"}
         translate.engine_arguments(config(engine_kwargs=kwargs), "cuda", "float32", 64)
     assert caught.value.field == "engine_kwargs"
     kwargs["hicache_host_memory_mode"] = "cache"

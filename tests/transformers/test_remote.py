@@ -18,7 +18,6 @@ from drivetrain import (
     EngineConfig,
     EngineDied,
     EngineStateError,
-    InferenceEngine,
     InvalidConfig,
     SamplingParams,
     TextPrompt,

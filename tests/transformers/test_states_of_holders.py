@@ -124,7 +124,8 @@ async def test_a_pause_that_is_cancelled_is_over(open_engine: OpenEngine, model:
         both.wire.hold_answers()
         pausing.cancel()
         await until(lambda: not both.engine.is_paused)
-        assert both.page.is_paused and not pausing.done()
+        assert both.page.is_paused
+        assert not pausing.done()
         both.wire.let_answers_pass()
         async with within(seconds=BOUND):
             await asyncio.wait([pausing])
@@ -198,7 +199,7 @@ async def test_an_update_need_not_have_heard_that_the_engine_is_free(
             both.wire.hold_answers()
             await both.engine.wake_up()
         else:
-            with pytest.raises(WeightTransferFailed, match="ZeroDivisionError"):
+            with pytest.raises(WeightTransferFailed, match="ZeroDivisionError"):  # noqa: PT012
                 async with both.engine.weight_update(update_from(model)):
                     await until(lambda: both.page.state.value == "updating")
                     both.wire.hold_answers()
@@ -209,6 +210,3 @@ async def test_an_update_need_not_have_heard_that_the_engine_is_free(
         both.wire.let_answers_pass()
         await updating
         assert both.page.state.value == "ready"
-
-
-

@@ -125,7 +125,7 @@ class Launches:
     def __init__(self) -> None:
         self.grids: list[int] = []
         self.variants: set[Hashable] = set()
-        """Alignment of the addresses and arguments that are compiled in, for each of which Triton compiles a variant."""
+        """Alignment of the addresses and compiled-in arguments, for each of which Triton compiles a variant."""
 
     def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
         def launch(*tensors: torch.Tensor, **compiled_in: Hashable) -> None:

@@ -214,8 +214,8 @@ def engine_arguments(
     if config.engine_kwargs.get(HOST_MEMORY) == BUFFER_ONLY:
         # It asserts that a request's key is still that of its fetched prefix, and a weight update renews the key.
         raise InvalidConfig(
-            f"engine_kwargs holds {HOST_MEMORY}={BUFFER_ONLY!r}: SGLang ends if the weights change while a request waits "
-            "for which it has fetched a prefix; leave it out, or set 'cache'",
+            f"engine_kwargs holds {HOST_MEMORY}={BUFFER_ONLY!r}: SGLang ends if the weights change while a request "
+            "waits for which it has fetched a prefix; leave it out, or set 'cache'",
             field="engine_kwargs",
         )
     relied_on: dict[str, object] = {

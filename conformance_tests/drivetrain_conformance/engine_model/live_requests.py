@@ -102,7 +102,7 @@ async def until_taken(engine: InferenceEngine, live: Live, before: int) -> None:
     Its refusal may arrive after answers to later calls.
     """
     async with within("a request that must be refused"):
-        while not live.done and await held_by(engine) <= before:
+        while not live.done and await held_by(engine) <= before:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 
 

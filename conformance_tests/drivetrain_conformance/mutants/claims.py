@@ -231,7 +231,7 @@ class gives_the_experts_that_older_weights_chose(CorrectBackend):
 
 @mutant("hidden_states/experts_are_those_of_the_weights_that_chose_them", says="was routed in layer")
 class gives_the_experts_of_the_weights_on_arrival(CorrectBackend):
-    """A prompt's experts are kept by its ids and by the weights at which its request came, also if it waits for others."""
+    """A prompt's experts are kept by its ids and the weights at which its request came, also if it waits for others."""
 
     _kept: dict[tuple[int, ...], RoutedExperts] = own(dict)
     _updates: list[str] = own(list)

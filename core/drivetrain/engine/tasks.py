@@ -34,8 +34,8 @@ async def to_its_end(work: Coroutine[object, object, _T]) -> _T:
         except asyncio.CancelledError as error:
             cancelled = error
     if cancelled is not None and not task.cancelled():
-        if (error := task.exception()) is not None:
-            cancelled.add_note(f"The call that was under way failed: {type(error).__name__}: {error}")
+        if (failure := task.exception()) is not None:
+            cancelled.add_note(f"The call that was under way failed: {type(failure).__name__}: {failure}")
         raise cancelled
     return task.result()
 
