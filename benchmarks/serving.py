@@ -1,6 +1,6 @@
 """Measure what `drivetrain serve` adds to the engine that it serves, and what its gateway adds.
 
-    python benchmarks/serving.py [--only routes throughput stream gateway flat] [--processes 1 2] [--json]
+    python benchmarks/serving.py [--only routes throughput stream latency gateway flat] [--processes 1 2] [--json]
 
 The engine is simulated: each request takes a stated time for each of its tokens and no CPU time, and any number run at
 once. The server runs alone, in one process or with the front-ends of ``--processes``; the client, in this one, speaks
@@ -12,6 +12,10 @@ HTTP/1.1 over one connection for each client. All share the machine's cores.
 - throughput: tokens per second through HTTP, divided by those of the same requests by the Python page, in turn, best of
   three rounds: 64 and 512 clients, 256 tokens each, 20 ms a token.
 - stream: tokens per second of streams, divided by those of whole answers: 64 clients.
+- latency: milliseconds that a request takes beyond the engine's own time, with 1,000 clients that each ask again at
+  once: 256 tokens, 20 ms a token. Two servers in turn, one with the garbage collector's thresholds of ``drivetrain
+  serve``, one with Python's; medians of the rounds (``--rounds``). The client's collector is off. On a machine with
+  other work, ``chrt -r 1 python benchmarks/serving.py`` keeps that work from both.
 - gateway: milliseconds that a turn of a session takes beyond the engine's own time, with conversations of 100,000 ids:
   sessions at once (``--sessions``), each taking two more turns after its first. The first turn tokenises the whole
   conversation. Beside it the time to read and write one request's text as JSON.
@@ -31,7 +35,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -41,6 +45,7 @@ from simulated import SimulatedBackend, simulated_engine
 
 from drivetrain import Capability, SamplingParams
 from drivetrain.backend.base import GenerateRequest, GenerateResult, TokenDelta
+from drivetrain.process.garbage_collection import steady_garbage_collection
 from drivetrain.testing import tiny_model
 from drivetrain.types.outputs import FinishReason, VersionSpan
 from drivetrain_serving import Server, ServerConfig, SessionConfig
@@ -49,6 +54,7 @@ TOKENS = 256
 MS_PER_TOKEN = 20.0
 CONVERSATION = 100_000
 ROUNDS = 3
+CLIENTS = 1000
 SESSIONS = (100, 300, 1000)
 
 
@@ -99,11 +105,13 @@ class TimedBackend(SimulatedBackend):
             self.running -= 1
 
 
-async def serve(seconds: float, processes: int) -> None:
-    """Serve until standard input ends; each line of it asks for as many requests by the Python page, and their time."""
-    gc.collect()
-    gc.freeze()
-    async with simulated_engine(TimedBackend, tiny_model(), seconds) as engine:
+async def serve(seconds: float, processes: int, *, rarely: bool) -> None:
+    """Serve until standard input ends; each line of it asks for as many requests by the Python page, and their time.
+
+    With ``rarely``, the garbage collector has the thresholds of ``drivetrain serve``, otherwise Python's.
+    """
+    async with simulated_engine(TimedBackend, tiny_model(), seconds) as engine, AsyncExitStack() as stack:
+        stack.enter_context(steady_garbage_collection(holds_model=not rarely))
         sessions = SessionConfig(most_sessions=20_000, memory_bytes=8 << 30)
         config = ServerConfig(port=0, processes=processes, served_model_name=("m",), sessions=sessions)
         async with Server(engine, config) as server:
@@ -154,8 +162,9 @@ def cpu_of(process: psutil.Process) -> float:
 
 
 @contextmanager
-def served(seconds: float, processes: int) -> Iterator[Served]:
+def served(seconds: float, processes: int, *, rarely: bool = False) -> Iterator[Served]:
     command = [sys.executable, __file__, "--serve", str(seconds), "--processes", str(processes)]
+    command += ["--collect-rarely"] if rarely else []
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as pipes:
         assert pipes.stdin is not None
         assert pipes.stdout is not None
@@ -306,6 +315,51 @@ async def stream(processes: int) -> dict[str, float]:
     return {"64 clients: streams, of whole answers": min(whole) / min(streamed)}
 
 
+async def latency(processes: int, rounds: int = ROUNDS) -> dict[str, float]:
+    kinds = {"with the thresholds of drivetrain serve": True, "with Python's thresholds": False}
+    of_round: dict[str, list[list[float]]] = {name: [] for name in kinds}
+    with ExitStack() as stack:
+        servers = {
+            name: stack.enter_context(served(MS_PER_TOKEN / 1000, processes, rarely=rarely))
+            for name, rarely in kinds.items()
+        }
+        bodies = [json.dumps(completion(index)).encode() for index in range(CLIENTS)]
+        gc.collect()
+        gc.disable()
+        for number in range(rounds):
+            for name in list(kinds)[:: 1 if number % 2 else -1]:
+                of_round[name].append(await asked_again_and_again(servers[name].port, bodies))
+        gc.enable()
+    found: dict[str, float] = {}
+    for name, each in of_round.items():
+        quantiles = [[1000 * one for one in statistics.quantiles(times, n=100)] for times in each]
+        found[f"{name}: p50 ms"] = statistics.median(one[49] for one in quantiles)
+        found[f"{name}: p99 ms"] = statistics.median(one[98] for one in quantiles)
+        found[f"{name}: slowest ms"] = statistics.median(1000 * max(times) for times in each)
+        for number, one in enumerate(quantiles, 1):
+            found[f"{name}: round {number}, p99 ms"] = one[98]
+    return found
+
+
+async def asked_again_and_again(port: int, bodies: Sequence[bytes]) -> list[float]:
+    """Return the seconds beyond the engine's own of each request but the first of each client."""
+    engine_s = MS_PER_TOKEN / 1000 * TOKENS
+    found: list[float] = []
+
+    async def client(index: int, body: bytes) -> None:
+        connection = Client(port)
+        await asyncio.sleep(engine_s * index / len(bodies))
+        for number in range(4):
+            begun = time.perf_counter()
+            await connection.post("/v1/completions", body)
+            if number:
+                found.append(time.perf_counter() - begun - engine_s)
+        connection.close()
+
+    await asyncio.gather(*(client(index, body) for index, body in enumerate(bodies)))
+    return found
+
+
 async def gateway(processes: int, counts: Sequence[int] = SESSIONS) -> dict[str, float]:
     """Let sessions take turns, spread over the time that a turn takes."""
     found: dict[str, float] = {}
@@ -375,6 +429,7 @@ MEASURES: dict[str, Callable[[int], Awaitable[dict[str, float]]]] = {
     "routes": routes,
     "throughput": throughput,
     "stream": stream,
+    "latency": latency,
     "gateway": gateway,
     "flat": flat,
 }
@@ -388,11 +443,14 @@ def main() -> None:
     )
     parser.add_argument("--sessions", type=int, nargs="+", default=SESSIONS, help="sessions at once")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="rounds of latency")
     parser.add_argument("--serve", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--collect-rarely", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.serve is not None:
-        asyncio.run(serve(given.serve, *given.processes))
+        asyncio.run(serve(given.serve, *given.processes, rarely=given.collect_rarely))
         return
+    MEASURES["latency"] = partial(latency, rounds=given.rounds)
     MEASURES["gateway"] = partial(gateway, counts=given.sessions)
     found: dict[str, Any] = {}
     for name in given.only:
