@@ -10,11 +10,15 @@ import msgspec
 import pytest
 
 from drivetrain import EngineConfig, Timeouts
+from drivetrain.backend.base import GenerateRequest
 from drivetrain.process.handshake import open_for, opened_config
 from drivetrain.process.host_process import Ending, HostProcess
+from drivetrain.process.rpc_methods import METHODS
 from drivetrain.process.wire import (
     WIRE_VERSION,
     Call,
+    Cancel,
+    End,
     Failure,
     FrameReader,
     FromHost,
@@ -121,6 +125,16 @@ def test_wrong_calls_are_refused_one_by_one_and_the_host_serves_on(opened: Speak
     reply = opened.hear()
     assert isinstance(reply, Reply)
     assert reply.id == 6
+
+
+def test_a_cancelled_call_is_answered_once_it_is_over(opened: Speaker, ask: Callable[..., GenerateRequest]) -> None:
+    arguments = METHODS["generate"].pack((ask("wait"),))
+    opened.send(Call(1, "generate", arguments), Call(2, "weight_manifest", ()))
+    first = opened.hear()
+    assert isinstance(first, Reply)
+    assert first.id == 2
+    opened.send(Cancel(1), Cancel(2), Call(3, "weight_manifest", ()))  # the second one has ended
+    assert {(type(message), message.id) for message in (opened.hear(), opened.hear())} == {(End, 1), (Reply, 3)}  # type: ignore[union-attr]
 
 
 def test_a_second_open_is_refused(opened: Speaker, config_for: Callable[[], EngineConfig]) -> None:
