@@ -166,9 +166,11 @@ class FleetControl:
     async def sleep(self, tags: frozenset[MemoryTag]) -> None:
         """Let all members give memory back; if one refuses, wake the others up."""
         before = self.asleep
+        new = tags - before
 
         async def back() -> None:
-            await self._undo(self.members.serving, "sleep", lambda member: member.calls.wake_up(tags, None))
+            if new:
+                await self._undo(self.members.serving, "sleep", lambda member: member.calls.wake_up(new, None))
             self.asleep = before
 
         async with self._put_back_if_given_up(back):
@@ -182,6 +184,7 @@ class FleetControl:
 
     async def wake_up(self, tags: frozenset[MemoryTag]) -> None:
         """Let all members take memory again; call it again if one refuses."""
+        await self.settled()
         outcomes = await self._on_each(self.members.serving, lambda member: member.calls.wake_up(tags, None))
         self._require(outcomes, "wake_up()", "The others are awake; call wake_up() again", failing=True)
         self.asleep -= tags

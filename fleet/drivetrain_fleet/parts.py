@@ -50,6 +50,8 @@ class FleetRequests(RequestsInFlight):
 class FleetPauses(PauseAndSleep):
     """Wakes up every engine, also one that another holder of it has put to sleep."""
 
+    sleeps_late = False  # the fleet wakes up the engines that have fallen asleep
+
     def to_wake(self, chosen: frozenset[MemoryTag]) -> frozenset[MemoryTag]:
         return chosen
 

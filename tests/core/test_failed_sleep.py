@@ -1,4 +1,4 @@
-"""An engine whose sleep or wake-up fails in an unknown way is failed: nobody knows what it holds."""
+"""Sleeps and wake-ups that fail: in an unknown way, which fails the engine, or because time is over."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from drivetrain import Capability, EngineConfig, EngineState, EngineStateError, InferenceEngine, Isolation, MemoryTag
-from drivetrain.errors import EngineBusy, EngineError, EngineInternalError
+from drivetrain.errors import DeadlineExceeded, EngineBusy, EngineError, EngineInternalError
 from drivetrain.testing import tiny_model
 from scripted_backend import ScriptedBackend
 
@@ -16,8 +16,11 @@ pytestmark = pytest.mark.asyncio
 
 class Sleeper(ScriptedBackend):
     error: EngineError | None = None
+    asked = 0
+    """Number of calls of ``sleep`` and ``wake_up``."""
 
     async def sleep(self, tags: frozenset[MemoryTag]) -> None:
+        self.asked += 1
         if self.error is not None:
             raise self.error
 
@@ -65,3 +68,35 @@ async def test_an_engine_that_is_busy_stays_as_it_is(engine: InferenceEngine) ->
     fails(engine, None)
     await engine.sleep(["kv_cache"])
     assert engine.state.value == "asleep"
+
+
+async def test_a_sleep_that_timed_out_is_asked_for_again(engine: InferenceEngine) -> None:
+    backend = engine.parts.backend
+    assert isinstance(backend, Sleeper)
+    fails(engine, DeadlineExceeded("timed out after 0 s waiting for the engine to fall asleep"))
+    for asked in (1, 2):
+        with pytest.raises(DeadlineExceeded):
+            await engine.sleep(["kv_cache"])
+        assert (engine.state.value, backend.asked) == ("asleep", asked)
+    fails(engine, None)
+    await engine.sleep(["kv_cache"])
+    assert (engine.state.value, backend.asked) == ("asleep", 3)
+    await engine.sleep(["kv_cache"])
+    assert backend.asked == 3
+
+
+async def test_a_sleep_after_a_wake_up_that_timed_out_is_asked_for(engine: InferenceEngine) -> None:
+    backend = engine.parts.backend
+    assert isinstance(backend, Sleeper)
+    await engine.sleep(["kv_cache"])
+    fails(engine, DeadlineExceeded("timed out after 0 s waiting for the engine to wake up"))
+    with pytest.raises(DeadlineExceeded):
+        await engine.wake_up()
+    assert engine.state.value == "asleep"
+    fails(engine, None)
+    await engine.sleep(["kv_cache"])
+    assert backend.asked == 3
+    await engine.wake_up()
+    await engine.sleep(["kv_cache"])
+    await engine.sleep(["kv_cache"])
+    assert backend.asked == 5

@@ -357,7 +357,7 @@ async def test_all_sleep_and_wake_or_are_put_back(model: Path) -> None:
 
 
 async def test_an_engine_that_another_put_to_sleep_is_woken_with_all(model: Path) -> None:
-    """So is one that an earlier fleet left asleep when its process was killed."""
+    """An earlier fleet may have left the engine asleep when its process was killed."""
     async with fleet_of(2, model) as fleet:
         asleep = fleet.member("engine-0").engine
         await asleep.sleep([MemoryTag.KV_CACHE])
@@ -655,6 +655,30 @@ async def test_a_pause_that_takes_too_long_is_undone(model: Path) -> None:
         assert fleet.health() == ["paused", "paused"]
         await fleet.continue_generation()
         assert fleet.health() == ["ready", "ready"]
+
+
+@pytest.mark.parametrize("tag", [MemoryTag.KV_CACHE, MemoryTag.WEIGHTS])
+async def test_a_sleep_that_takes_too_long_is_undone(model: Path, tag: MemoryTag) -> None:
+    async with fleet_of(2, model) as fleet:
+        with spoiled(fleet.member("engine-1")) as calls:
+
+            async def hang(*arguments: object) -> object:
+                await asyncio.sleep(600)
+                return None
+
+            calls.instead["sleep"] = hang
+            with pytest.raises(DeadlineExceeded):
+                await fleet.sleep([tag], timeout=0.2)
+            assert fleet.state.value == "ready"
+            await fleet.wake_up()
+        if tag is MemoryTag.WEIGHTS:  # those of the first engine have slept
+            async with WeightSync.connect(await tensors_for(fleet), fleet) as sync:
+                await sync.push(version="one")
+        assert fleet.health() == ["ready", "ready"]
+        assert (await fleet.generate([[1], [2]], GREEDY)).completions
+        await fleet.sleep([tag])
+        assert [member.engine.state.value for member in fleet.backend.members] == ["asleep", "asleep"]
+        await fleet.wake_up()
 
 
 async def test_an_adapter_is_replaced_on_engines_that_have_room_for_no_other(model: Path, tmp_path: Path) -> None:

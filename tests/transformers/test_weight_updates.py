@@ -15,11 +15,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import oracle
 from drivetrain import (
     Completion,
+    DeadlineExceeded,
     DiskSource,
     EngineState,
     EngineStateError,
     InferenceEngine,
     InvalidRequest,
+    MemoryTag,
     PauseMode,
     SamplingParams,
     VersionSpan,
@@ -216,3 +218,25 @@ async def test_a_tensor_that_was_read_can_still_sleep(open_engine: OpenEngine) -
         await engine.sleep_weights_only()
         assert (await engine.stats()).weight_bytes < 1000
         await engine.wake_up_weights_only()
+
+
+async def test_weights_whose_sleep_timed_out_sleep_again_and_come_back(
+    open_engine: OpenEngine, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_engine() as engine:
+        backend = engine.parts.backend
+        sleep = backend.sleep
+
+        async def late(tags: frozenset[MemoryTag]) -> None:
+            await sleep(tags)
+            raise DeadlineExceeded("timed out after 0 s waiting for the engine to fall asleep")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(backend, "sleep", late)
+            with pytest.raises(DeadlineExceeded):
+                await engine.sleep()
+        await engine.sleep()
+        assert (await engine.stats()).weight_bytes < 1000
+        await engine.wake_up()
+        await engine.load_weights_from_disk(str(model), "new")
+        await assert_serves(engine, oracle.load(model), "new")

@@ -95,6 +95,8 @@ class Weights:
 
     def sleep(self) -> None:
         """Free the memory of all tensors that an update brings; other buffers keep theirs."""
+        if self._asleep:
+            return  # an earlier sleep has ended after its deadline
         self._writer.stop()
         self._receiver.forget_held()
         tensors = [self._target.read(spec.name) for spec in self._target.manifest().tensors]

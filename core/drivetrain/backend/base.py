@@ -362,8 +362,9 @@ class Backend(ABC):
         raise self._unsupported(Capability.PAUSE_IN_PLACE)
 
     async def sleep(self, tags: frozenset[MemoryTag]) -> None:
-        """Free the memory of ``tags``, none of which is asleep yet. No request is running; frozen ones hold no cache.
+        """Free the memory of ``tags``. No request is running; frozen ones hold no cache.
 
+        Tags whose last sleep or wake-up failed or timed out may be asleep already; the others are awake.
         State: READY, PAUSED, ASLEEP (other tags) or DIRTY. No new request arrives meanwhile.
         """
         raise self._unsupported(Capability.SLEEP_WEIGHTS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import asynccontextmanager, nullcontext
+from typing import ClassVar
 
 from drivetrain.backend.base import Backend
 from drivetrain.backend.toolkit.deadlines import deadline
@@ -35,6 +36,9 @@ class PauseAndSleep:
     It knows whether the backend holds frozen requests; everything else it needs is in the controller's status.
     """
 
+    sleeps_late: ClassVar[bool] = True
+    """True if memory may fall asleep after the deadline of a sleep, which then leaves the engine asleep."""
+
     def __init__(self, controller: Controller, backend: Backend, in_flight: RequestsInFlight) -> None:
         self.controller = controller
         self.backend = backend
@@ -45,6 +49,8 @@ class PauseAndSleep:
         """The holder whose pause is the newest one; None: the owner's is, or there is none."""
         self.slept_by: object = None
         """The holder that put memory to sleep last; None: the owner did, or all memory is awake."""
+        self._unsure: frozenset[MemoryTag] = frozenset()
+        """Memory whose newest sleep or wake-up did not succeed: it may be asleep, awake or on its way."""
 
     # Pause -------------------------------------------------------------------------------------------------------
 
@@ -152,15 +158,17 @@ class PauseAndSleep:
             with controller.shut_gate():
                 await self.clear_for_sleep(abort_first, drain_timeout)
                 after = controller.status.sleep(chosen, keeps_weights=keeps)
-                await to_its_end(self._fall_asleep(chosen - controller.status.asleep, after, seconds))
+                awake = (chosen - controller.status.asleep) | (chosen & self._unsure)
+                await to_its_end(self._fall_asleep(awake, after, seconds))
 
-    async def _fall_asleep(self, new: frozenset[MemoryTag], after: EngineStatus, seconds: float) -> None:
+    async def _fall_asleep(self, awake: frozenset[MemoryTag], after: EngineStatus, seconds: float) -> None:
         try:
-            if new:
-                async with self._failing(), deadline(seconds, "the engine to fall asleep"):
-                    await self.backend.sleep(new)
+            if awake:
+                async with self._changing(awake), deadline(seconds, "the engine to fall asleep"):
+                    await self.backend.sleep(awake)
         except DeadlineExceeded:
-            self._sleeps(after)  # it may fall asleep yet
+            if self.sleeps_late:
+                self._sleeps(after)
             raise
         self._sleeps(after)
 
@@ -213,15 +221,20 @@ class PauseAndSleep:
 
     async def _awaken(self, waking: frozenset[MemoryTag], after: EngineStatus, seconds: float) -> None:
         if waking:
-            async with self._failing(), deadline(seconds, "the engine to wake up"):
+            async with self._changing(waking), deadline(seconds, "the engine to wake up"):
                 await self.backend.wake_up(waking)
         await self._go_on(after)
 
     @asynccontextmanager
-    async def _failing(self) -> AsyncGenerator[None, None]:
-        """Fail the engine on an internal error in this context: an unknown part of its memory may be gone."""
+    async def _changing(self, tags: frozenset[MemoryTag]) -> AsyncGenerator[None, None]:
+        """Put ``tags`` to sleep or wake them up in this context.
+
+        An internal error fails the engine: an unknown part of its memory may be gone.
+        """
+        self._unsure |= tags
         try:
             yield
+            self._unsure -= tags
         except EngineInternalError as error:
             self.controller.fail(str(error))
             raise

@@ -299,8 +299,9 @@ class Worker(RankWeights):
             if not self._scheduler.is_fully_idle():
                 raise EngineBusy("requests hold cache: abort them, or pause_generation('retract') first")
             if self._memory is None:
-                names = sorted(tag.value for tag in tags)
-                self._dispatch(ReleaseMemoryOccupationReqInput(tags=names))
+                # torch_memory_saver frees active memory only; a sleep that timed out is asked for again.
+                if names := sorted(tag.value for tag in tags - self.asleep):
+                    self._dispatch(ReleaseMemoryOccupationReqInput(tags=names))
                 self.asleep |= tags
                 return
             if MemoryTag.KV_CACHE in tags:
@@ -313,7 +314,8 @@ class Worker(RankWeights):
         from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
 
         if self._memory is None:
-            self._dispatch(ResumeMemoryOccupationReqInput(tags=sorted(tag.value for tag in tags)))
+            if names := sorted(tag.value for tag in tags & self.asleep):
+                self._dispatch(ResumeMemoryOccupationReqInput(tags=names))
         else:
             self._memory.wake_up(tags)
         self.asleep -= tags

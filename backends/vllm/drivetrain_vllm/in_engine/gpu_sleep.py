@@ -52,7 +52,7 @@ class DeviceMemory:
         from vllm.device_allocator.cumem import unmap_and_release
 
         torch.cuda.synchronize()
-        for tag in tags:
+        for tag in tags - self._saved.keys():  # memory that sleeps cannot be read again
             if not (tag is MemoryTag.WEIGHTS and self._keeps_weights):
                 self._saved[tag] = [_read(begin, end) for begin, end in self._beside[tag]]
         for pointer, allocation in self._of(tags, asleep=False):
