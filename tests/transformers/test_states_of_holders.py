@@ -47,14 +47,15 @@ class Held:
         """Return all state that a holder mirrors."""
         return page.status, page.is_paused, page.get_weight_version(), page.parts.loaded_adapters.names
 
-    async def cancel(self, call: Coroutine[object, object, object], begun: Callable[[], bool]) -> None:
+    async def cancel(self, call: Coroutine[object, object, object], begun: Callable[[], bool], times: int = 1) -> None:
         """Cancel a call of the holder once ``begun`` holds for the owner, and nothing the owner says has arrived."""
         self.wire.hold_answers()
         task = asyncio.ensure_future(call)
         await until(begun)
-        task.cancel()
-        for _ in range(TURNS):
-            await asyncio.sleep(0)
+        for _ in range(times):
+            task.cancel()
+            for _ in range(TURNS):
+                await asyncio.sleep(0)
         self.wire.let_answers_pass()
         async with within(seconds=BOUND):
             await asyncio.wait([task])
@@ -62,10 +63,10 @@ class Held:
 
 
 @asynccontextmanager
-async def held(open_engine: OpenEngine, model: Path, folder: Path) -> AsyncIterator[Held]:
+async def held(open_engine: OpenEngine, model: Path, folder: Path, **timeouts: float) -> AsyncIterator[Held]:
     adapter = str(make_adapter(model, folder, seed=1).path)
     # Pulses are held back, too.
-    fields = {"enable_sleep": True, "enable_lora": True, "timeouts": {"heartbeat": 600}}
+    fields = {"enable_sleep": True, "enable_lora": True, "timeouts": {"heartbeat": 600, **timeouts}}
     async with open_engine(**fields) as engine, wired(engine) as (wire, handle):
         page = await attach(handle)
         try:
@@ -135,20 +136,67 @@ async def test_a_pause_that_is_cancelled_is_over(open_engine: OpenEngine, model:
         await asking
 
 
+async def begin(page: InferenceEngine, model: Path) -> None:
+    """Begin an update, which the caller cancels."""
+    async with page.weight_update(update_from(model)):
+        raise AssertionError("it was cancelled before it had begun")
+
+
+@pytest.mark.parametrize("times", [1, 3])
 async def test_an_update_whose_begin_is_cancelled_is_broken_off(
-    open_engine: OpenEngine, model: Path, tmp_path: Path
+    open_engine: OpenEngine, model: Path, tmp_path: Path, times: int
 ) -> None:
     async with held(open_engine, model, tmp_path) as both:
-
-        async def begin() -> None:
-            async with both.page.weight_update(update_from(model)):
-                raise AssertionError("it was cancelled before it had begun")
-
-        await both.cancel(begin(), lambda: both.engine.state.value == "updating")
+        await both.cancel(begin(both.page, model), lambda: both.engine.state.value == "updating", times)
         assert both.page.state.value == both.engine.state.value == "dirty"
         await both.page.update_named_weights(update_from(model))
         assert both.page.state.value == "ready"
         assert (await both.page.generate([1, 2], GREEDY)).completions[0].weight_version == "pushed"
+
+
+async def test_a_begin_that_is_known_long_after_it_was_cancelled_is_broken_off(
+    open_engine: OpenEngine, model: Path, tmp_path: Path
+) -> None:
+    async with held(open_engine, model, tmp_path, close=0.2) as both:
+        await give_up(both, begin(both.page, model), lambda: both.engine.state.value == "updating")
+        assert both.engine.state.value == "updating"
+        both.wire.let_answers_pass()
+        await until(lambda: both.engine.state.value == "dirty")
+        await both.page.update_named_weights(update_from(model))
+        assert both.page.state.value == "ready"
+
+
+async def test_a_preparation_that_was_given_up_does_not_drop_the_next(
+    open_engine: OpenEngine, model: Path, tmp_path: Path
+) -> None:
+    async with held(open_engine, model, tmp_path, close=0.2) as both:
+        updates = both.engine.parts.updates
+        prepare = updates.prepare
+        prepared: list[WeightUpdateRequest] = []
+
+        async def noted(request: WeightUpdateRequest) -> None:
+            await prepare(request)
+            prepared.append(request)
+
+        updates.prepare = noted  # type: ignore[method-assign]
+        await give_up(both, both.page.prepare_weight_update(update_from(model)), lambda: len(prepared) == 1)
+        again = asyncio.ensure_future(both.page.prepare_weight_update(update_from(model)))
+        await until(lambda: len(prepared) == 2)
+        both.wire.let_answers_pass()
+        await again
+        await owner_of(both.page).call("apply_update", None)
+        assert both.engine.get_weight_version() == "pushed"
+
+
+async def give_up(both: Held, call: Coroutine[object, object, object], begun: Callable[[], bool]) -> None:
+    """Cancel a call once ``begun`` holds, and wait until it raises; what the owner says is held back throughout."""
+    both.wire.hold_answers()
+    task = asyncio.ensure_future(call)
+    await until(begun)
+    task.cancel()
+    async with within(seconds=BOUND):
+        await asyncio.wait([task])
+    assert task.cancelled()
 
 
 async def test_an_update_whose_preparation_is_cancelled_is_dropped(

@@ -45,7 +45,8 @@ class Owner:
     """Calls the owner of one engine. Bound to the event loop that :meth:`start` runs in.
 
     A cancelled call that may change the engine has ended there when ``CancelledError`` is raised, so that the state is
-    no older than the call. The wait for its end is bounded by ``timeouts.close``.
+    no older than the call. The wait for its end is bounded by ``timeouts.close``. An update that turns out later to have
+    begun or been prepared is broken off or dropped then.
 
     When the connection breaks, it is made again within ``timeouts.heartbeat``; calls wait meanwhile. Calls that were
     under way then raise :class:`ConnectionLost`, unless they change nothing: those are sent again. If no connection can
@@ -73,6 +74,8 @@ class Owner:
         self._reconnecting: asyncio.Task[None] | None = None
         self._closing = False
         self._died: asyncio.Future[EngineError] | None = None
+        self._preparations = 0
+        """Number of calls of ``prepare_weight_update`` so far."""
 
     async def start(self, patience: float) -> None:
         """Connect within ``patience`` seconds.
@@ -121,10 +124,13 @@ class Owner:
         if name in _LEFT_AT_ONCE:
             return await connection.call(method, arguments)
         seconds = self.facts.config.timeouts.close
-        undo = functools.partial(self._undo, connection, name) if name in _UNDONE_BY else None
+        self._preparations += name == "prepare_weight_update"
+        undo = functools.partial(self._undo, connection, name, self._preparations) if name in _UNDONE_BY else None
         return await connection.call_to_its_end(method, arguments, seconds, undo)
 
-    async def _undo(self, connection: OwnerConnection, name: str) -> None:
+    async def _undo(self, connection: OwnerConnection, name: str, preparations: int) -> None:
+        if name == "prepare_weight_update" and preparations != self._preparations:
+            return  # a later update has replaced the prepared one
         undone_by, *arguments = _UNDONE_BY[name]
         async with deadline(self.facts.config.timeouts.control, f"the engine's owner to undo {name}"):
             await connection.call(SHARED_METHODS[undone_by], arguments)

@@ -7,13 +7,13 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
 
 from drivetrain.backend.base import Backend
+from drivetrain.backend.toolkit.uninterrupted import to_its_end
 from drivetrain.checks.safe_repr import shown
 from drivetrain.engine.controller import Controller
 from drivetrain.engine.loaded_adapters import LoadedAdapters, LoadedLora
 from drivetrain.engine.pause_and_sleep import PauseAndSleep
 from drivetrain.engine.requests_in_flight import RequestsInFlight
 from drivetrain.engine.served_weights import ServedWeights
-from drivetrain.engine.tasks import to_its_end
 from drivetrain.engine.weight_updates import WeightUpdates
 from drivetrain.errors import DrivetrainError, EngineBusy, InvalidRequest
 from drivetrain.types.capability import Capability

@@ -8,10 +8,10 @@ from typing import ClassVar
 
 from drivetrain.backend.base import Backend
 from drivetrain.backend.toolkit.deadlines import deadline
+from drivetrain.backend.toolkit.uninterrupted import to_its_end
 from drivetrain.engine.controller import Controller
 from drivetrain.engine.requests_in_flight import RequestsInFlight
 from drivetrain.engine.states import EngineStatus
-from drivetrain.engine.tasks import to_its_end
 from drivetrain.engine.validation import check_seconds
 from drivetrain.errors import DeadlineExceeded, EngineBusy, EngineInternalError, EngineStateError, InvalidRequest
 from drivetrain.types.capability import Capability

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 from drivetrain.backend.base import Backend
 from drivetrain.backend.toolkit.deadlines import deadline
+from drivetrain.backend.toolkit.uninterrupted import to_its_end
 from drivetrain.engine.controller import Controller
 from drivetrain.engine.states import WeightState
-from drivetrain.engine.tasks import to_its_end
 from drivetrain.engine.validation import absolute_path, check_seconds, check_url
 from drivetrain.engine.weight_transaction import SOURCE_CAPABILITY
 from drivetrain.errors import EngineStateError

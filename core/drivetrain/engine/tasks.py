@@ -1,4 +1,4 @@
-"""Waiting for many tasks at once, cancelling them without holding the event loop, and work that is not interrupted."""
+"""Waiting for many tasks at once, and cancelling them without holding the event loop."""
 
 from __future__ import annotations
 
@@ -19,25 +19,6 @@ async def gather_or_cancel(coroutines: Iterable[Coroutine[object, object, _T]]) 
     except BaseException:
         await cancel_all(tasks)
         raise
-
-
-async def to_its_end(work: Coroutine[object, object, _T]) -> _T:
-    """Await work that must not be interrupted; a caller that is cancelled gets ``CancelledError`` once it has ended.
-
-    The work must bound its own time.
-    """
-    task = asyncio.ensure_future(work)
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.wait([task])
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None and not task.cancelled():
-        if (failure := task.exception()) is not None:
-            cancelled.add_note(f"The call that was under way failed: {type(failure).__name__}: {failure}")
-        raise cancelled
-    return task.result()
 
 
 async def cancel_all(tasks: Sequence[asyncio.Task[_T]]) -> None:

@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 import collections
 import itertools
+import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import cast
 
+from drivetrain.backend.toolkit.uninterrupted import to_its_end
 from drivetrain.errors import DrivetrainError, EngineStateError, InvalidRequest, WireError
 from drivetrain.process.rpc_methods import Method
 from drivetrain.process.wire import (
@@ -30,6 +32,8 @@ from drivetrain.process.wire import (
 from drivetrain.process.wire_errors import exception
 from drivetrain.process.write_buffer import WriteBuffer
 
+_logger = logging.getLogger("drivetrain.engine")
+
 
 class RpcClient(asyncio.Protocol):
     """Calls methods at the other end of a socket. Belongs to the event loop in which it was created.
@@ -47,7 +51,8 @@ class RpcClient(asyncio.Protocol):
         self._calls: dict[int, tuple[Method, asyncio.Future[object]]] = {}
         self._streams: dict[int, _Stream] = {}
         self._given_up: dict[int, asyncio.Future[bool]] = {}
-        """Cancelled calls whose end is awaited. The result: true if the call had returned before it was cancelled."""
+        """Cancelled calls that are not over. The result: true if the call had returned before it was cancelled."""
+        self._undoing: set[asyncio.Task[None]] = set()
         self._transport: asyncio.Transport | None = None
         self._refusal: Callable[[], DrivetrainError] | None = None
 
@@ -79,8 +84,9 @@ class RpcClient(asyncio.Protocol):
         Args:
             method: The method.
             arguments: Its arguments.
-            seconds: Longest wait for the end of a cancelled call.
-            undo: Called if the method had returned before the cancellation reached it.
+            seconds: Longest wait for the end of a cancelled call, also if the caller is cancelled again meanwhile.
+            undo: Called if the method had returned before the cancellation reached it, even if that is known only after
+                ``seconds``. It must bound its own time.
 
         Raises:
             DrivetrainError: as for :meth:`call`.
@@ -90,31 +96,32 @@ class RpcClient(asyncio.Protocol):
         self._calls[call_id] = method, reply
         try:
             return await reply
-        except asyncio.CancelledError as cancelled:
+        except asyncio.CancelledError:
+            returned: asyncio.Future[bool] = self._loop.create_future()
             if self._calls.pop(call_id, None) is None:
-                returned = not reply.cancelled() and reply.exception() is None
+                returned.set_result(not reply.cancelled() and reply.exception() is None)
             else:
-                returned = await self._ended(call_id, seconds)
-            if returned and undo is not None:
-                try:
-                    await undo()
-                except DrivetrainError as error:
-                    cancelled.add_note(f"{method.name} had returned, and could not be undone: {error}")
+                self._given_up[call_id] = returned
+                self._send(Cancel(call_id))
+            undone = self._loop.create_task(self._undone(method, returned, undo))
+            self._undoing.add(undone)
+            undone.add_done_callback(self._undoing.discard)
+            await to_its_end(_ended(returned, undone, seconds))
             raise
 
-    async def _ended(self, call_id: int, seconds: float) -> bool:
-        """Cancel a call and wait for its end; return True if it had returned before."""
-        end = self._given_up[call_id] = self._loop.create_future()
-        self._send(Cancel(call_id))
-        try:
-            await asyncio.wait([end], timeout=seconds)
-        finally:
-            del self._given_up[call_id]
-        return end.done() and end.result()
+    async def _undone(
+        self, method: Method, returned: asyncio.Future[bool], undo: Callable[[], Awaitable[object]] | None
+    ) -> None:
+        """Undo a cancelled call once it is over, if it had returned nevertheless."""
+        if await returned and undo is not None:
+            try:
+                await undo()
+            except DrivetrainError as error:
+                _logger.warning("%s was cancelled after it had returned, and was not undone: %s", method.name, error)
 
     def _over(self, call_id: int, *, returned: bool) -> bool:
-        """Wake who waits for the end of a cancelled call; return False if nobody does."""
-        end = self._given_up.get(call_id)
+        """Note that a cancelled call is over; return False if it is none."""
+        end = self._given_up.pop(call_id, None)
         if end is None:
             return False
         if not end.done():
@@ -148,7 +155,7 @@ class RpcClient(asyncio.Protocol):
                 reply.set_exception(error())
         for stream in streams.values():
             stream.end(error())
-        for call_id in self._given_up:
+        for call_id in tuple(self._given_up):
             self._over(call_id, returned=False)
 
     @property
@@ -302,6 +309,13 @@ class _Stream:
     def _wake(self) -> None:
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
+
+
+async def _ended(returned: asyncio.Future[bool], undone: asyncio.Task[None], seconds: float) -> None:
+    """Wait at most ``seconds`` for the end of a cancelled call, and then until it is undone."""
+    await asyncio.wait([returned], timeout=seconds)
+    if returned.done():
+        await undone
 
 
 def _ignore(reason: str) -> None:
