@@ -21,7 +21,7 @@ from drivetrain import (
     WeightUpdateRequest,
     attach,
 )
-from drivetrain.types.weights import LoraSource
+from drivetrain.types.weights import ApplyUpdate, LoraSource, WeightReply
 from drivetrain_conformance.assets.made_adapters import make_adapter
 from drivetrain_conformance.harness.time_limits import within
 from engines import OpenEngine, owner_of, until
@@ -197,6 +197,38 @@ async def give_up(both: Held, call: Coroutine[object, object, object], begun: Ca
     async with within(seconds=BOUND):
         await asyncio.wait([task])
     assert task.cancelled()
+
+
+@pytest.mark.parametrize("closes", [False, True], ids=["serves", "closes"])
+async def test_an_update_that_is_applied_when_it_is_cancelled_ends_first(
+    open_engine: OpenEngine, model: Path, tmp_path: Path, closes: bool
+) -> None:
+    async with held(open_engine, model, tmp_path, close=BOUND) as both:
+        backend = both.engine.parts.backend
+        apply, applies, may_apply = backend.apply_weights, asyncio.Event(), asyncio.Event()
+
+        async def slow(update: ApplyUpdate) -> WeightReply:
+            applies.set()
+            await may_apply.wait()
+            return await apply(update)
+
+        backend.apply_weights = slow  # type: ignore[method-assign]
+        updating = asyncio.ensure_future(both.page.update_named_weights(update_from(model)))
+        await applies.wait()
+        updating.cancel()
+        # The answer to a later call comes after the end of a call that waits for nothing.
+        await both.page.stats()
+        assert not updating.done()
+        if closes:  # which cuts holders off, and does not wait for the update
+            async with within(seconds=BOUND):
+                await both.engine.teardown()
+        may_apply.set()
+        async with within(seconds=BOUND):
+            await asyncio.wait([updating])
+        assert updating.cancelled()
+        if not closes:
+            assert both.engine.get_weight_version() == "pushed"
+            assert both.seen(both.page) == both.seen(both.engine)
 
 
 async def test_an_update_whose_preparation_is_cancelled_is_dropped(

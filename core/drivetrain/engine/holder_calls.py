@@ -55,6 +55,7 @@ class HolderCalls(SharedEngine):
         self._update: HeldUpdate | None = None
         self._transaction: WeightTransaction | None = None
         self._applying: set[asyncio.Task[AppliedUpdate]] = set()
+        self._gone = asyncio.Event()
 
     # Tokenizer ---------------------------------------------------------------------------------------------------
 
@@ -177,7 +178,16 @@ class HolderCalls(SharedEngine):
         applying = asyncio.ensure_future(self._apply(self._take(request)))
         self._applying.add(applying)
         applying.add_done_callback(self._applying.discard)
-        return await asyncio.shield(applying)
+        try:
+            return await asyncio.shield(applying)
+        except asyncio.CancelledError:
+            # A holder that has cancelled the call waits for its end; for one that is gone, nobody does.
+            gone = asyncio.ensure_future(self._gone.wait())
+            try:
+                await asyncio.wait([applying, gone], return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                gone.cancel()
+            raise
 
     async def _apply(self, request: WeightUpdateRequest) -> AppliedUpdate:
         try:
@@ -283,6 +293,10 @@ class HolderCalls(SharedEngine):
         return await self.parts.diagnostics.stop_profile()
 
     # The end -----------------------------------------------------------------------------------------------------
+
+    def leave(self) -> None:
+        """Note that the holder is gone: its cancelled calls need not wait for an update that goes on."""
+        self._gone.set()
 
     async def undo(self) -> None:
         """Free what a holder held that is gone; its calls were cancelled. Bounded by ``timeouts.control`` each."""

@@ -265,6 +265,7 @@ class HolderConnection(RpcServer):
             if not self.undone.done():
                 self.undone.set_result(None)
         elif self._undoing is None:
+            self._calls.leave()
             self._undoing = self._loop.create_task(self._undo(self._calls))
 
     async def _undo(self, calls: HolderCalls) -> None:
