@@ -290,3 +290,37 @@ async def test_an_update_need_not_have_heard_that_the_engine_is_free(
         both.wire.let_answers_pass()
         await updating
         assert both.page.state.value == "ready"
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_the_holder_that_put_memory_to_sleep_is_the_one_that_has_left_it_so(
+    open_engine: OpenEngine, cancelled: bool
+) -> None:
+    async with open_engine(enable_sleep=True) as engine:
+        one, other = [await attach(await engine.handle()) for _ in range(2)]
+        backend = engine.parts.backend
+        sleep, sleeps, may_sleep = backend.sleep, asyncio.Event(), asyncio.Event()
+
+        async def slow(tags: frozenset[MemoryTag]) -> None:
+            sleeps.set()
+            await may_sleep.wait()
+            await sleep(tags)
+
+        backend.sleep = slow  # type: ignore[method-assign]
+        first = asyncio.ensure_future(one.sleep([MemoryTag.KV_CACHE]))
+        await sleeps.wait()
+        second = asyncio.ensure_future(other.sleep([MemoryTag.KV_CACHE]))
+        await other.stats()  # the second sleep has reached the owner
+        if cancelled:
+            second.cancel()
+        may_sleep.set()
+        await asyncio.gather(first, second, return_exceptions=True)
+        await other.pause_generation(PauseMode.IN_PLACE)
+        await other.teardown()
+        await until(lambda: not engine.is_paused)  # the owner undoes the pause first
+        for _ in range(TURNS):
+            await asyncio.sleep(0)
+        assert engine.status.describe() == "asleep (kv_cache)"
+        await one.teardown()
+        await until(lambda: "which is gone" in engine.status.describe())
+        await engine.wake_up()

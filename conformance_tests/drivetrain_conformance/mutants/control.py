@@ -265,9 +265,9 @@ class lifts_a_pause_and_freezes_on(PauseAndSleep):
 class freezes_when_a_pause_is_given_up(PauseAndSleep):
     """A pause whose caller has left is no pause any more, and requests stay frozen."""
 
-    async def pause(self, mode: PauseMode, timeout: float | None) -> None:
+    async def pause(self, mode: PauseMode, timeout: float | None, *, by: object = None) -> None:
         try:
-            await super().pause(mode, timeout)
+            await super().pause(mode, timeout, by=by)
         except asyncio.CancelledError:
             if mode is PauseMode.IN_PLACE:
                 await self.backend.freeze(mode)
@@ -375,11 +375,17 @@ class forgets_a_sleep_that_was_given_up(PauseAndSleep):
     """An engine whose weights fell asleep after the caller had left is ready, without weights."""
 
     async def sleep(
-        self, tags: Iterable[MemoryTag | str] | None, timeout: float | None, abort_first: bool, drain_timeout: float
+        self,
+        tags: Iterable[MemoryTag | str] | None,
+        timeout: float | None,
+        abort_first: bool,
+        drain_timeout: float,
+        *,
+        by: object = None,
     ) -> None:
         before = self.controller.status
         try:
-            await super().sleep(tags, timeout, abort_first, drain_timeout)
+            await super().sleep(tags, timeout, abort_first, drain_timeout, by=by)
         except asyncio.CancelledError:
             self.controller.move_to(before)
             raise
@@ -390,10 +396,16 @@ class fails_when_a_sleep_is_given_up(PauseAndSleep):
     """An engine that was falling asleep when the caller left counts as failed."""
 
     async def sleep(
-        self, tags: Iterable[MemoryTag | str] | None, timeout: float | None, abort_first: bool, drain_timeout: float
+        self,
+        tags: Iterable[MemoryTag | str] | None,
+        timeout: float | None,
+        abort_first: bool,
+        drain_timeout: float,
+        *,
+        by: object = None,
     ) -> None:
         try:
-            await super().sleep(tags, timeout, abort_first, drain_timeout)
+            await super().sleep(tags, timeout, abort_first, drain_timeout, by=by)
         except asyncio.CancelledError:
             self.controller.fail("nobody knows if it sleeps")
             raise

@@ -160,7 +160,7 @@ class AttachedPooling(Pooling):
 class AttachedPauses(PauseAndSleep):
     """Asks the owner to pause, resume, sleep and wake up."""
 
-    async def pause(self, mode: PauseMode, timeout: float | None) -> None:
+    async def pause(self, mode: PauseMode, timeout: float | None, *, by: object = None) -> None:
         seconds = check_seconds(timeout, self.controller.config.timeouts.control)
         await ask(self.controller, self.backend, seconds, "pause_generation", mode, timeout)
 
@@ -173,6 +173,8 @@ class AttachedPauses(PauseAndSleep):
         timeout: float | None,
         abort_first: bool,
         drain_timeout: float,
+        *,
+        by: object = None,
     ) -> None:
         chosen = None if tags is None else self._chosen(tags, "sleep()")
         seconds = check_seconds(timeout, self.controller.config.timeouts.control) + drain_timeout

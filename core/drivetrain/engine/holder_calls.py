@@ -102,8 +102,7 @@ class HolderCalls(SharedEngine):
     # Pause and memory --------------------------------------------------------------------------------------------
 
     async def pause_generation(self, mode: PauseMode, timeout: float | None) -> None:
-        await self.parts.pauses.pause(mode, timeout)
-        self.parts.pauses.paused_by = self
+        await self.parts.pauses.pause(mode, timeout, by=self)
 
     async def continue_generation(self) -> None:
         await self.parts.pauses.resume()
@@ -111,12 +110,7 @@ class HolderCalls(SharedEngine):
     async def sleep(
         self, tags: frozenset[MemoryTag] | None, timeout: float | None, abort_first: bool, drain_timeout: float
     ) -> None:
-        pauses, status = self.parts.pauses, self.parts.controller.status
-        try:
-            await pauses.sleep(tags, timeout, abort_first, drain_timeout)
-        finally:  # a call that was cancelled may have ended first
-            if self.parts.controller.status.asleep - status.asleep:
-                pauses.slept_by = self
+        await self.parts.pauses.sleep(tags, timeout, abort_first, drain_timeout, by=self)
 
     async def wake_up(self, tags: frozenset[MemoryTag] | None, timeout: float | None) -> None:
         await self.parts.pauses.wake_up(tags, timeout)

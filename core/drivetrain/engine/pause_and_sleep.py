@@ -54,8 +54,8 @@ class PauseAndSleep:
 
     # Pause -------------------------------------------------------------------------------------------------------
 
-    async def pause(self, mode: PauseMode, timeout: float | None) -> None:
-        """Pause; see ``InferenceEngine.pause_generation``."""
+    async def pause(self, mode: PauseMode, timeout: float | None, *, by: object = None) -> None:
+        """Pause for a holder, or for the owner; see ``InferenceEngine.pause_generation``."""
         seconds = check_seconds(timeout, self.controller.config.timeouts.control)
         self.controller.require("pause_generation()", PAUSE_CAPABILITY[mode])
         self.controller.status.pause(mode)
@@ -71,7 +71,7 @@ class PauseAndSleep:
             except BaseException:
                 await to_its_end(self._go_on(before))
                 raise
-            self.paused_by = None
+            self.paused_by = by
 
     async def resume(self) -> None:
         """Let frozen and waiting requests go on."""
@@ -146,8 +146,10 @@ class PauseAndSleep:
         timeout: float | None,
         abort_first: bool,
         drain_timeout: float,
+        *,
+        by: object = None,
     ) -> None:
-        """Free memory; see ``InferenceEngine.sleep``."""
+        """Free memory for a holder, or for the owner; see ``InferenceEngine.sleep``."""
         controller = self.controller
         chosen = self._chosen(tags, "sleep()")
         seconds = check_seconds(timeout, controller.config.timeouts.control)
@@ -159,22 +161,22 @@ class PauseAndSleep:
                 await self.clear_for_sleep(abort_first, drain_timeout)
                 after = controller.status.sleep(chosen, keeps_weights=keeps)
                 awake = (chosen - controller.status.asleep) | (chosen & self._unsure)
-                await to_its_end(self._fall_asleep(awake, after, seconds))
+                await to_its_end(self._fall_asleep(awake, after, seconds, by))
 
-    async def _fall_asleep(self, awake: frozenset[MemoryTag], after: EngineStatus, seconds: float) -> None:
+    async def _fall_asleep(self, awake: frozenset[MemoryTag], after: EngineStatus, seconds: float, by: object) -> None:
         try:
             if awake:
                 async with self._changing(awake), deadline(seconds, "the engine to fall asleep"):
                     await self.backend.sleep(awake)
         except DeadlineExceeded:
             if self.sleeps_late:
-                self._sleeps(after)
+                self._sleeps(awake, after, by)
             raise
-        self._sleeps(after)
+        self._sleeps(awake, after, by)
 
-    def _sleeps(self, after: EngineStatus) -> None:
-        if after.asleep != self.controller.status.asleep:
-            self.slept_by = None
+    def _sleeps(self, awake: frozenset[MemoryTag], after: EngineStatus, by: object) -> None:
+        if awake:
+            self.slept_by = by
         self.controller.move_to(after)
 
     def leave_asleep(self, holder: str) -> None:
