@@ -432,7 +432,7 @@ async def test_wrong_arguments_are_refused_by_name(open_engine: OpenEngine) -> N
         for listen in ("nowhere", "host:port", "127.0.0.1:99999", "no.such.host.invalid:1"):
             with pytest.raises(InvalidConfig, match="listen"):
                 await engine.handle(listen)
-        for name in ("node3/x", "node3:7000/", "[::1"):
+        for name in ("node3/x", "node3:7000/", "[::1", "node3:8000", "node 3", "node3\n", "x@y", "*", "tcp://n"):
             with pytest.raises(InvalidConfig, match="announce") as refusal:
                 await engine.handle("127.0.0.1:0", announce=name)
             assert refusal.value.field == "announce"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import itertools
 import logging
 import os
+import re
 import shutil
 import socket
 import ssl
@@ -23,7 +25,7 @@ from drivetrain.engine.holder_calls import Claims, HolderCalls
 from drivetrain.engine.parts import Parts
 from drivetrain.engine.shared_state import FACTS, STATE, EngineFacts, SharedState
 from drivetrain.engine.states import EngineState
-from drivetrain.errors import EngineDied, EngineError, EngineStateError, InvalidConfig, InvalidRequest, WireError
+from drivetrain.errors import EngineDied, EngineError, EngineStateError, InvalidConfig, WireError
 from drivetrain.process.handshake import check_version, hello
 from drivetrain.process.proof import LONGEST_KEY, new_nonce, proof, proves
 from drivetrain.process.pulse import PulseSocket, PulseWatch
@@ -45,6 +47,7 @@ UNKNOWN_S: Final = 10.0
 UNKNOWN_MOST: Final = 64
 """Connections that may be about to prove it at one time."""
 _SHORTEST_KEY: Final = 16
+_HOST_NAME: Final = re.compile(r"[A-Za-z0-9._-]+")
 
 
 class EngineListener:
@@ -338,9 +341,11 @@ def _in_address(host: str) -> str:
 
 
 def _is_host(name: str) -> bool:
+    if ":" not in name:
+        return _HOST_NAME.fullmatch(name) is not None
     try:
-        EngineHandle(f"tcp://{_in_address(name)}:1", "k")
-    except InvalidRequest:
+        ipaddress.ip_address(name)
+    except ValueError:
         return False
     return True
 
