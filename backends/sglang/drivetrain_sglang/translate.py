@@ -107,7 +107,7 @@ MOVES_CACHE: Final = ("enable_hierarchical_cache", "enable_lmcache")
 HOST_MEMORY: Final = "hicache_host_memory_mode"
 """SGLang's argument for the use of host memory by its hierarchical cache."""
 BUFFER_ONLY: Final = "buffer_only"
-"""Its value for prefixes that pass through host memory on their way from a storage."""
+"""The value of ``hicache_host_memory_mode`` for prefixes that pass through host memory on their way from a storage."""
 
 ROOM: Final = 8
 """Tokens added to SGLang's limits: without them SGLang truncates a request that fits exactly by one token."""

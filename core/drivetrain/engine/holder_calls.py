@@ -31,7 +31,7 @@ logger = logging.getLogger("drivetrain.engine")
 
 
 class Claims:
-    """Who of an engine's holders has prepared the newest update, and has an update under way."""
+    """The holders that prepared the newest update and that have one under way."""
 
     def __init__(self) -> None:
         self.prepared_by: HolderCalls | None = None

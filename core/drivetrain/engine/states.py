@@ -66,7 +66,7 @@ class EngineStatus:
     updates: int = 0
     """How many weight updates were committed."""
     left_by: str = ""
-    """Who put the engine to sleep, if that holder is gone."""
+    """The holder that put the engine to sleep, once it is gone; otherwise empty."""
 
     @property
     def state(self) -> EngineState:
