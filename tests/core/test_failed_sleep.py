@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from drivetrain import Capability, EngineConfig, EngineState, EngineStateError, InferenceEngine, Isolation, MemoryTag
-from drivetrain.errors import DeadlineExceeded, EngineBusy, EngineError, EngineInternalError
+from drivetrain.errors import DeadlineExceeded, DrivetrainError, EngineBusy, EngineInternalError
 from drivetrain.testing import tiny_model
 from scripted_backend import ScriptedBackend
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.asyncio
 
 
 class Sleeper(ScriptedBackend):
-    error: EngineError | None = None
+    error: DrivetrainError | None = None
     asked = 0
     """Number of calls of ``sleep`` and ``wake_up``."""
 
@@ -38,7 +38,7 @@ async def engine() -> AsyncIterator[InferenceEngine]:
         yield engine
 
 
-def fails(engine: InferenceEngine, error: EngineError | None) -> None:
+def fails(engine: InferenceEngine, error: DrivetrainError | None) -> None:
     assert isinstance(engine.parts.backend, Sleeper)
     engine.parts.backend.error = error
 

@@ -45,8 +45,8 @@ class Owner:
     """Calls the owner of one engine. Bound to the event loop that :meth:`start` runs in.
 
     A cancelled call that may change the engine has ended there when ``CancelledError`` is raised, so that the state is
-    no older than the call. The wait for its end is bounded by ``timeouts.close``. If the reply comes later, a begun update
-    is broken off then, and a prepared one dropped.
+    no older than the call. The wait for its end is bounded by ``timeouts.close``. If the reply comes later, a begun
+    update is broken off then, and a prepared one dropped.
 
     When the connection breaks, it is made again within ``timeouts.heartbeat``; calls wait meanwhile. Calls that were
     under way then raise :class:`ConnectionLost`, unless they change nothing: those are sent again. If no connection can
