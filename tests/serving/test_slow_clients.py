@@ -6,8 +6,10 @@ import asyncio
 import json
 import select
 import socket
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+import tempfile
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager, suppress
+from pathlib import Path
 
 import httpx
 import psutil
@@ -16,12 +18,15 @@ import pytest_asyncio
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from drivetrain import InferenceEngine
+from drivetrain import InferenceEngine, SamplingParams
 from drivetrain_serving import Server, ServerConfig
-from drivetrain_serving.http_layer.app_on_socket import AppOnSocket
+from drivetrain_serving.http_layer.answers import event_stream
+from drivetrain_serving.http_layer.app_on_socket import AppOnSocket, listening_path
 from drivetrain_serving.http_layer.bodies import read_body
+from drivetrain_serving.http_layer.passing_on import pass_on
 from engines import HANGING, until, until_idle, until_running
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -29,10 +34,13 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 NEVER = 10 * HANGING
 SOON = 0.3
 MIB = 1 << 20
+PIECE = "a" * (MIB // 16)
 HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
 DOCUMENT = b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n"
 PATHS = ("/v1/completions", "/update_weights", *(f"/sessions/s-{number}/v1/chat/completions" for number in range(4)))
 """Paths that the process which accepted the connection, the engine's owner, and either front-end answer."""
+Way = Callable[..., AbstractAsyncContextManager[int]]
+"""Serves an application within bounds, and yields the port."""
 
 
 def head(path: str, *more: str) -> bytes:
@@ -194,11 +202,81 @@ def answering(size: int, *headers: tuple[bytes, bytes]) -> ASGIApp:
     return app
 
 
-async def test_a_whole_answer_that_is_not_taken_is_given_up() -> None:
-    async with on_a_port(answering(32 * MIB), send_timeout=SOON) as port:
-        with socket.create_connection(("127.0.0.1", port)) as client:
+def streaming(size: int) -> ASGIApp:
+    """Return an application that answers with as many bytes, and more, in events of 64 KiB."""
+
+    async def pieces() -> AsyncGenerator[object, None]:
+        for _ in range(size // len(PIECE)):
+            yield PIECE
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await (await event_stream(pieces(), dict))(scope, receive, send)
+
+    return app
+
+
+@asynccontextmanager
+async def passed_on(app: ASGIApp, send_buffer: int | None = None, **bounds: object) -> AsyncIterator[int]:
+    """Serve an application on a Unix socket, to which a port's requests are passed on, as front-ends do."""
+
+    async def passing(scope: Scope, receive: Receive, send: Send) -> None:
+        await pass_on(path, scope, receive, send, unreachable=lambda: Response("it is gone", 502))
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "private.sock"
+        private = AppOnSocket(app, listening_path(path), ServerConfig.model_validate({"body_timeout": NEVER} | bounds))
+        await private.start()
+        async with on_a_port(passing, send_buffer, **bounds) as port:
+            yield port
+        # A connection that has stayed there would be waited for.
+        await until(lambda: not [one for one in psutil.Process().net_connections("unix") if one.laddr == str(path)][1:])
+        await private.close()
+
+
+ways = pytest.mark.parametrize("way", [on_a_port, passed_on])
+answers = pytest.mark.parametrize("answer", [answering, streaming])
+
+
+@ways
+@answers
+async def test_an_answer_that_is_not_taken_is_given_up(way: Way, answer: Callable[[int], ASGIApp]) -> None:
+    async with way(answer(32 * MIB), send_timeout=SOON) as port:
+        with taking_little(port) as client:
             client.sendall(HEALTH)
             await until_reset(client)
+
+
+@ways
+async def test_a_stream_that_is_not_taken_ends_in_the_engine(way: Way, engine: InferenceEngine) -> None:
+    """The engine is paused meanwhile, so that its request cannot end by itself; the server does not keep the stream."""
+    made, closed = 0, asyncio.Event()
+
+    async def pieces() -> AsyncGenerator[object, None]:
+        nonlocal made
+        params = SamplingParams(max_new_tokens=400, ignore_eos=True)
+        async with aclosing(engine.generate_stream("a", params)) as chunks:
+            await anext(chunks)
+            await engine.pause_generation("in_place")
+            try:
+                while made < 64 * MIB:
+                    made += len(PIECE)
+                    yield PIECE
+                    await asyncio.sleep(0)  # as an engine's stream does; else nobody could notice that the client left
+            finally:
+                closed.set()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await (await event_stream(pieces(), dict))(scope, receive, send)
+
+    async with way(app, send_buffer=MIB // 16, send_timeout=SOON) as port:
+        with taking_little(port) as client:
+            client.sendall(HEALTH)
+            await until_reset(client)
+        async with asyncio.timeout(HANGING):
+            await closed.wait()
+    assert made <= 4 * MIB
+    await engine.continue_generation()
+    await until_idle(engine)
 
 
 @pytest.mark.parametrize("pieces", [1, 2])
@@ -235,6 +313,13 @@ def taking_little(port: int) -> socket.socket:
     return client
 
 
+async def take(client: socket.socket, size: int) -> None:
+    while size > 0:
+        data = await asyncio.get_running_loop().sock_recv(client, min(size, MIB // 8))
+        assert data, "the answer was ended"
+        size -= len(data)
+
+
 async def readable(client: socket.socket) -> None:
     found, _, _ = await asyncio.to_thread(select.select, [client], [], [], HANGING)
     assert found, "there is no answer"
@@ -257,21 +342,19 @@ class Clock:
 
 
 @pytest.mark.asyncio(loop_scope="function")
+@ways
+@answers
 async def test_an_answer_is_not_given_up_while_a_part_of_it_is_taken_in_each_period(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, way: Way, answer: Callable[[int], ASGIApp]
 ) -> None:
     clock, loop = Clock(monkeypatch), asyncio.get_running_loop()
-    async with on_a_port(answering(32 * MIB), send_timeout=NEVER, keep_alive_timeout=round(1000 * NEVER)) as port:
+    async with way(answer(32 * MIB), send_timeout=NEVER, keep_alive_timeout=round(1000 * NEVER)) as port:
         with taking_little(port) as client:
             await loop.sock_sendall(client, HEALTH)
-            left = MIB
-            while left > 0:
-                left -= len(await loop.sock_recv(client, MIB // 8))
+            await take(client, MIB)
             for _ in range(8):  # the client takes less than the kernel must have sent to take more
                 await clock.pass_by(0.9 * NEVER)
-                left = MIB // 4
-                while left > 0:
-                    left -= len(await loop.sock_recv(client, left))
+                await take(client, MIB // 4)
             await clock.pass_by(1.1 * NEVER)
             await clock.pass_by(1.1 * NEVER)
             await until_reset(client)

@@ -341,9 +341,8 @@ async def test_a_front_end_whose_owner_is_gone_answers_as_well(tmp_path: Path) -
     async def nothing(scope: Scope, receive: Receive, send: Send) -> None:
         raise AssertionError("the request was not passed on")
 
-    config = ServerConfig(max_body_bytes=MOST)
     gone = Early(500, "/update_weights", (JSON,))
-    async with on_a_port(PassesOn(nothing, Places(tmp_path, 1), 0, config)) as port:
+    async with on_a_port(PassesOn(nothing, Places(tmp_path, 1), 0)) as port:
         for chunked in (False, True):
             for close in (False, True):
                 await sends_all_and_then_reads(port, gone, chunked=chunked, close=close, then=500)

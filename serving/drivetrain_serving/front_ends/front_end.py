@@ -73,7 +73,7 @@ async def _run(settings: Settings, port: socket.socket, called: socket.socket, o
     app = application(served)
     # Other front-ends pass requests on to the private socket: whatever comes there is answered here.
     private = AppOnSocket(app, listening_path(places.front_end(settings.index)), config)
-    passing = PassesOn(app, places, settings.index, config)
+    passing = PassesOn(app, places, settings.index)
     public = AppOnSocket(passing, port, config, shared=True, counts=app.state.counts)
     await private.start()
     await public.start()

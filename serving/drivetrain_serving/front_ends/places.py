@@ -12,7 +12,6 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from drivetrain.errors import EngineStateError
-from drivetrain_serving.config import ServerConfig
 from drivetrain_serving.http_layer.passing_on import pass_on
 from drivetrain_serving.vllm.errors import error_answer
 
@@ -70,14 +69,12 @@ class PassesOn:
         app: The application of this front-end.
         places: The processes.
         index: This front-end.
-        config: The server's configuration.
     """
 
-    def __init__(self, app: ASGIApp, places: Places, index: int, config: ServerConfig) -> None:
+    def __init__(self, app: ASGIApp, places: Places, index: int) -> None:
         self._app = app
         self._places = places
         self._index = index
-        self._config = config
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer the request, or pass it on."""
@@ -86,8 +83,7 @@ class PassesOn:
             await self._app(scope, receive, send)
             return
         path, unreachable = place
-        timeout = self._config.send_timeout
-        await pass_on(path, scope, receive, send, send_timeout=timeout, unreachable=unreachable)
+        await pass_on(path, scope, receive, send, unreachable=unreachable)
 
     def _place_of(self, path: str) -> tuple[Path, Callable[[], Response]] | None:
         """Return the socket of the process that answers, and the answer if it is gone; None: this process answers."""

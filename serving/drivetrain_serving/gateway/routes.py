@@ -115,7 +115,7 @@ class SessionRoutes:
         if not payload.stream:
             return json_answer(await self._capture.whole(asked, responses))
         pieces = self._pieces(payload, asked, responses)
-        return await event_stream(pieces, body_of, self._served.config.send_timeout)
+        return await event_stream(pieces, body_of)
 
     @documented(
         body=MessagesRequest,
@@ -152,8 +152,7 @@ class SessionRoutes:
             return json_answer(anthropic.from_chat(await self._capture.whole(asked, responses)))
         events = anthropic.MessageEvents(asked.model, len(asked.prepared.token_ids))
         pieces = self._message_events(events, self._pieces(payload, asked, responses))
-        timeout = self._served.config.send_timeout
-        return await event_stream(pieces, lambda error: anthropic.error_of(error)[0], timeout, NamedEventStream)
+        return await event_stream(pieces, lambda error: anthropic.error_of(error)[0], NamedEventStream)
 
     async def _message_events(
         self, events: anthropic.MessageEvents, chunks: AsyncGenerator[_Piece, None]
@@ -195,7 +194,7 @@ class SessionRoutes:
         if not payload.stream:
             return json_answer(writer.whole(await self._capture.whole(asked, responses)))
         pieces = self._response_events(writer, self._pieces(payload, asked, responses))
-        return await event_stream(pieces, writer.error, self._served.config.send_timeout, NamedEventStream)
+        return await event_stream(pieces, writer.error, NamedEventStream)
 
     async def _response_events(
         self, writer: openai_responses.ResponseWriter, chunks: AsyncGenerator[_Piece, None]

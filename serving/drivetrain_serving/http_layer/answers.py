@@ -7,7 +7,6 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing, suppress
 
 import msgspec
-from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -29,14 +28,13 @@ def json_answer(body: object, status: int = 200) -> Response:
 class EventStream(Response):
     """Server-sent events, one for each piece, and ``[DONE]`` at the end.
 
-    ``pieces`` is closed at once when the client disconnects, even between two pieces, and when it does not take an
-    event in time.
+    ``pieces`` is closed at once when the client disconnects, even between two pieces. The connection ends clients that
+    do not take their events.
 
     Args:
         pieces: The events to send.
         first: The first piece of ``pieces``, which the caller has read already.
         error_body: Makes the last event of an error that comes after the first piece.
-        timeout: Seconds in which the client must take an event.
     """
 
     end = DONE
@@ -55,14 +53,12 @@ class EventStream(Response):
         pieces: AsyncGenerator[object, None],
         first: object,
         error_body: Callable[[DrivetrainError], Mapping[str, object]],
-        timeout: float,
     ) -> None:
         super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
         del self.headers["content-length"]
         self._pieces = pieces
         self._first = first
         self._error_body = error_body
-        self._timeout = timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response."""
@@ -89,12 +85,7 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": self.end, "more_body": False})
 
     async def _event(self, send: Send, piece: object) -> None:
-        body = self.encoded(piece)
-        try:
-            async with asyncio.timeout(self._timeout):
-                await send({"type": "http.response.body", "body": body, "more_body": True})
-        except TimeoutError:
-            raise ClientDisconnect from None
+        await send({"type": "http.response.body", "body": self.encoded(piece), "more_body": True})
 
 
 class NamedEventStream(EventStream):
@@ -112,7 +103,6 @@ class NamedEventStream(EventStream):
 async def event_stream(
     pieces: AsyncGenerator[object, None],
     error_body: Callable[[DrivetrainError], Mapping[str, object]],
-    timeout: float,
     kind: type[EventStream] = EventStream,
 ) -> EventStream:
     """Return a stream of ``pieces``. An error before the first piece raises here, so the answer can have its status."""
@@ -122,4 +112,4 @@ async def event_stream(
         with suppress(RuntimeError):
             await pieces.aclose()
         raise
-    return kind(pieces, first, error_body, timeout)
+    return kind(pieces, first, error_body)

@@ -64,7 +64,7 @@ class AppOnSocket:
             uvicorn.Config(
                 ClosesUnlessContinued(app),
                 lifespan="off",
-                http=protocol_of(config, counts),
+                http=protocol_of(config, counts, to_front_ends=listening.family is socket.AF_UNIX),
                 ws="none",  # no route is one
                 log_config=None,
                 access_log=False,

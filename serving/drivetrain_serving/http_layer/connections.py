@@ -13,19 +13,21 @@ from drivetrain_serving.http_layer.request_counts import RequestCounts
 from drivetrain_serving.http_layer.slow_clients import EndsSlowClients
 
 
-def protocol_of(config: ServerConfig, counts: RequestCounts | None) -> type[H11Protocol]:
+def protocol_of(config: ServerConfig, counts: RequestCounts | None, *, to_front_ends: bool) -> type[H11Protocol]:
     """Return the protocol of a server's connections.
 
     Args:
         config: Its bounds. As many bytes of a refused body are discarded as are taken, and as many again.
         counts: Counts the requests that are refused before they have a path.
+        to_front_ends: The clients are front-ends that pass requests on. Such a client may take nothing of an answer for
+            longer than ``send_timeout``, while its own client takes what the kernel holds; it ends slow clients itself.
     """
 
     class Connection(EndsSlowClients):
         most_bytes = 2 * config.max_body_bytes
         most_seconds = config.body_timeout
         header_seconds = config.header_timeout
-        send_seconds = config.send_timeout
+        send_seconds = None if to_front_ends else config.send_timeout
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             keep_from_forks(transport)  # it would not end for the client when it does for the server

@@ -56,7 +56,7 @@ class _Upstream:
 
 
 async def pass_on(
-    path: Path, scope: Scope, receive: Receive, send: Send, *, send_timeout: float, unreachable: Callable[[], Response]
+    path: Path, scope: Scope, receive: Receive, send: Send, *, unreachable: Callable[[], Response]
 ) -> None:
     """Pass a request on, and its answer back. The connection is closed as soon as the client leaves.
 
@@ -65,7 +65,6 @@ async def pass_on(
         scope: The request.
         receive: Receives its body.
         send: Sends the answer.
-        send_timeout: Seconds in which the client must take a part of the answer.
         unreachable: Makes the answer if the other process gives none.
     """
     try:
@@ -74,7 +73,7 @@ async def pass_on(
         await unreachable()(scope, receive, send)
         return
     asking = asyncio.ensure_future(_ask(upstream, scope, receive))
-    answering = asyncio.ensure_future(_answer(upstream, send, send_timeout))
+    answering = asyncio.ensure_future(_answer(upstream, send))
     try:
         await asyncio.wait((asking, answering), return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -115,7 +114,7 @@ def _head(scope: Scope) -> h11.Request:
     )
 
 
-async def _answer(upstream: _Upstream, send: Send, send_timeout: float) -> bool:
+async def _answer(upstream: _Upstream, send: Send) -> bool:
     """Send the answer; return False if there is none. One that breaks off is broken off for the client, too."""
     try:
         while isinstance(response := await upstream.receive(), h11.InformationalResponse):
@@ -130,9 +129,8 @@ async def _answer(upstream: _Upstream, send: Send, send_timeout: float) -> bool:
     await send(start)
     try:
         while isinstance(event := await upstream.receive(), h11.Data):
-            async with asyncio.timeout(send_timeout):
-                await send({"type": "http.response.body", "body": bytes(event.data), "more_body": True})
+            await send({"type": "http.response.body", "body": bytes(event.data), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-    except (TimeoutError, *_LOST) as error:
+    except _LOST as error:
         _LOGGER.warning("an answer that was passed on broke off: %s", str(error) or type(error).__name__)
     return True

@@ -31,8 +31,8 @@ class EndsSlowClients(ReadsOn):
 
     header_seconds: ClassVar[float]
     """Seconds that the headers of a request may take after their first byte."""
-    send_seconds: ClassVar[float]
-    """Seconds in which a client must take a part of what the server has to send."""
+    send_seconds: ClassVar[float | None]
+    """Seconds in which a client must take a part of what the server has to send; None: it may take its time."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin; a connection without a request may be idle as long as one that is kept."""
@@ -102,8 +102,9 @@ class EndsSlowClients(ReadsOn):
         self._await_taking()
 
     def _await_taking(self) -> None:
-        if self._sending is None and self._socket.get_write_buffer_size():
-            self._sending = self.loop.call_later(self.send_seconds, self._look_at_taking, self._unsent())
+        seconds = self.send_seconds
+        if seconds is not None and self._sending is None and self._socket.get_write_buffer_size():
+            self._sending = self.loop.call_later(seconds, self._look_at_taking, self._unsent())
 
     def _look_at_taking(self, before: int) -> None:
         self._sending = None

@@ -66,7 +66,7 @@ class GenerateRoute:
         asked = dataclasses.replace(asked, prompts=prompts, lora=lora)
         answers = GenerateAnswers(asked, engine, [len(prompt.token_ids) for prompt in prompts])
         if asked.body.stream:
-            return await event_stream(self._events(asked, answers), stream_body, self._served.config.send_timeout)
+            return await event_stream(self._events(asked, answers), stream_body)
         with asked.call.refusals(), self._known(asked):
             output = await self._served.generate(asked)
         return json_answer(answers.whole(output.completions))

@@ -206,7 +206,7 @@ class GenerationRoutes:
             call = dataclasses.replace(call, prompts=tuple(read))
             ids = [prompt.token_ids if isinstance(prompt, TokenPrompt) else None for prompt in read]
         pieces = self._pieces(call, responses, ids, include_usage)
-        return await event_stream(pieces, error_body, self._served.config.send_timeout)
+        return await event_stream(pieces, error_body)
 
     async def _read(self, prompt: Prompt, index: int) -> Prompt:
         """Return a prompt as token ids, which a stream's first chunk tells; one with media stays as it is."""
