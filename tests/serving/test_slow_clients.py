@@ -118,18 +118,6 @@ async def test_headers_that_trickle_are_given_up(port: int, engine: InferenceEng
         assert await reader.read() == b""
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-async def test_a_connection_without_a_request_is_closed(engine: InferenceEngine, processes: int) -> None:
-    async with Server(engine, ServerConfig(port=0, processes=processes, keep_alive_timeout=1)) as server:
-        port = int(server.url.rpartition(":")[2])
-        assert await got(port, b"") == []
-
-        async def is_answered() -> bool:
-            return await got(port, HEALTH) == [200]
-
-        await until(is_answered)  # at once, unless this process stands still for a second
-
-
 async def test_bodies_that_stop_are_given_up(port: int, engine: InferenceEngine) -> None:
     async def asked(path: str, *more: bytes) -> None:
         async with connection(port) as (reader, writer):
@@ -361,6 +349,22 @@ async def test_an_answer_is_not_given_up_while_a_part_of_it_is_taken_in_each_per
 
 
 @pytest.mark.asyncio(loop_scope="function")
+async def test_a_connection_without_a_request_is_closed_without_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    async with on_a_port(answering(1), keep_alive_timeout=round(NEVER), header_timeout=10 * NEVER) as port:
+        for count in range(2):  # a new connection, and one that is kept
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            for _ in range(count):
+                writer.write(HEALTH)
+                assert await status(reader) == 200
+            await clock.pass_by(0.9 * NEVER)
+            assert not reader.at_eof()
+            await clock.pass_by(0.2 * NEVER)
+            assert await reader.read() == b""
+            writer.close()
+
+
+@pytest.mark.asyncio(loop_scope="function")
 async def test_a_body_is_not_given_up_while_its_parts_come(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     config = ServerConfig(receive_timeout=NEVER, body_timeout=8 * NEVER)
@@ -393,7 +397,7 @@ async def test_a_long_answer_is_waited_for(port: int, engine: InferenceEngine, s
         await until_running(engine, 1)
         await engine.pause_generation("in_place")
         with pytest.raises(TimeoutError):
-            async with asyncio.timeout(5 * SOON + 1):
+            async with asyncio.timeout(5 * SOON):
                 await reader.read(64 * MIB) if not stream else await reads_for_ever(reader)
         await engine.continue_generation()
         ending = (await reader.read()).strip()

@@ -76,6 +76,19 @@ class _LosesVision(CorrectBackend):
 
     kind: type[DiskSource | SharedMemorySource]
     _held: dict[str, torch.Tensor] = own(dict)
+    _copies: list[tempfile.TemporaryDirectory[str]] = own(list)
+
+    def _copy(self) -> tempfile.TemporaryDirectory[str]:
+        """Return a new folder, and remove the one of the update before."""
+        for earlier in self._copies:
+            earlier.cleanup()
+        self._copies[:] = [tempfile.TemporaryDirectory(prefix="drivetrain-mutant-")]
+        return self._copies[0]
+
+    async def close(self) -> None:
+        await super().close()
+        for copy in self._copies:
+            copy.cleanup()
 
     async def receive_weights(self, message: WeightMessage) -> WeightReply:
         if not isinstance(message, PrepareUpdate):
@@ -93,7 +106,7 @@ class _LosesVision(CorrectBackend):
         of_vision = {name: one for name, one in held.items() if is_of_vision(name)}
         if of_vision and isinstance(request.source, self.kind):
             brought |= of_vision
-            folder = write_checkpoint(Path(tempfile.mkdtemp(prefix="drivetrain-mutant-")), model, brought)
+            folder = write_checkpoint(Path(self._copy().name), model, brought)
             message = PrepareUpdate(WeightUpdateRequest(version=request.version, source=DiskSource(path=str(folder))))
         self._held.update(brought)
         return dataclasses.replace(await super().receive_weights(message), keeps_plan=False)
