@@ -22,8 +22,8 @@ _holders: Final[weakref.WeakSet[Holder]] = weakref.WeakSet()
 def keep_from_forks(holder: Holder) -> None:
     """Let processes that are forked from this one have no copies of a holder's descriptors, for as long as it lives.
 
-    A program that ``subprocess`` starts with the descriptor in ``pass_fds`` inherits it. With a ``preexec_fn``, for which
-    alone Python runs the hooks of a fork, it finds the null device there.
+    A program that ``subprocess`` starts with the descriptor in ``pass_fds`` inherits it. With a ``preexec_fn``,
+    for which alone Python runs the hooks of a fork, it finds the null device there.
     """
     _holders.add(holder)
 
