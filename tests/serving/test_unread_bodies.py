@@ -160,7 +160,7 @@ async def on_a_port(app: ASGIApp) -> AsyncIterator[int]:
 @pytest.mark.parametrize("chunked", [False, True], ids=["length", "chunked"])
 async def test_a_server_that_does_not_read_on_is_caught(chunked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The wrong server of the test above: uvicorn's own protocol."""
-    monkeypatch.setattr(app_on_socket, "protocol_of", lambda config, counts: H11Protocol)
+    monkeypatch.setattr(app_on_socket, "protocol_of", lambda *_, **__: H11Protocol)
     async with on_a_port(refuses) as port:
         with pytest.raises(ConnectionError):
             await sends_all_and_then_reads(port, Early(401, "/", ()), chunked=chunked, close=True)
