@@ -39,6 +39,7 @@ from drivetrain.attached.connection import OwnerConnection
 from drivetrain.engine import listener
 from drivetrain.engine.holder_calls import Claims, HolderCalls
 from drivetrain.process.wire import from_host, read
+from drivetrain.types.weights import ApplyUpdate, PrepareUpdate, WeightMessage, WeightReply
 from drivetrain_conformance.harness.time_limits import within
 from drivetrain_weight_sync import WeightSync
 from engines import OpenEngine, tensors_for, until
@@ -265,6 +266,46 @@ async def test_two_holders_that_update_at_once_are_told_so(open_engine: OpenEngi
                     await _break_off(one, Path(engine.config.model), lambda: _told(second))
                 await second.push(version="third")
             assert engine.get_weight_version() == "third"
+
+
+async def test_the_end_of_an_update_is_not_that_of_the_same_holders_next_one(
+    open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_engine() as engine:
+        handle, applying, may_end = await engine.handle(), asyncio.Semaphore(0), asyncio.Semaphore(0)
+        apply_weights, receive_weights = engine.parts.backend.apply_weights, engine.parts.backend.receive_weights
+
+        async def slow(update: ApplyUpdate) -> WeightReply:
+            applying.release()
+            await may_end.acquire()
+            return await apply_weights(update)
+
+        async def slow_to_prepare(message: WeightMessage) -> WeightReply:
+            if isinstance(message, PrepareUpdate) and message.request.version == "2":
+                applying.release()
+                await may_end.acquire()
+            return await receive_weights(message)
+
+        monkeypatch.setattr(engine.parts.backend, "apply_weights", slow)
+        monkeypatch.setattr(engine.parts.backend, "receive_weights", slow_to_prepare)
+        async with attached(handle) as one, attached(handle) as other, within(seconds=BOUND):
+            first, second = (asyncio.create_task(one.update_named_weights(_whole(engine, v))) for v in ("1", "2"))
+            await applying.acquire()
+            may_end.release()
+            await first
+            await applying.acquire()  # the second one prepares
+            assert (engine.get_weight_version(), engine.state.value) == ("1", "ready")
+            with pytest.raises(EngineBusy, match="under way"):
+                await other.prepare_weight_update(_whole(engine, "other"))
+            may_end.release()
+            await applying.acquire()
+            may_end.release()
+            await second
+            await other.prepare_weight_update(_whole(engine, "other"))
+
+
+def _whole(engine: InferenceEngine, version: str) -> WeightUpdateRequest:
+    return WeightUpdateRequest(version=version, source=DiskSource(path=engine.config.model), mode=PauseMode.RETRACT)
 
 
 async def _told(sync: WeightSync) -> None:

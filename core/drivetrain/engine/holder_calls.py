@@ -56,6 +56,8 @@ class HolderCalls(SharedEngine):
         self._transaction: WeightTransaction | None = None
         self._applying: set[asyncio.Task[AppliedUpdate]] = set()
         self._gone = asyncio.Event()
+        self._taken = 0
+        """Updates of this holder that have taken the weights and not released them: one is applied, others wait."""
 
     # Tokenizer ---------------------------------------------------------------------------------------------------
 
@@ -145,10 +147,12 @@ class HolderCalls(SharedEngine):
                     "trainer updates an engine at a time. Prepare it again"
                 )
         self.claims.updated_by = self
+        self._taken += 1
         return request or prepared  # type: ignore[return-value]  # one of them is given
 
     def _release_weights(self) -> None:
-        if self.claims.updated_by is self:
+        self._taken -= 1
+        if not self._taken and self.claims.updated_by is self:
             self.claims.updated_by = None
 
     async def weight_manifest(self) -> WeightManifest:
