@@ -636,16 +636,16 @@ async def test_names_of_a_fleet_are_given_or_made(model: Path) -> None:
             await fleet.remove("unknown")
 
 
+async def hang(*arguments: object) -> object:
+    await asyncio.sleep(600)
+    return None
+
+
 async def test_a_pause_that_takes_too_long_is_undone(model: Path) -> None:
     async with fleet_of(2, model) as fleet:
         task = asyncio.create_task(fleet.generate([[1], [2]], LONG))
         await until(lambda: fleet.begun("engine-0") == fleet.begun("engine-1") == 1)
         with spoiled(fleet.member("engine-1")) as calls:
-
-            async def hang(*arguments: object) -> object:
-                await asyncio.sleep(600)
-                return None
-
             calls.instead["pause_generation"] = hang
             with pytest.raises(DeadlineExceeded):
                 await fleet.pause_generation("retract", timeout=0.2)
@@ -661,11 +661,6 @@ async def test_a_pause_that_takes_too_long_is_undone(model: Path) -> None:
 async def test_a_sleep_that_takes_too_long_is_undone(model: Path, tag: MemoryTag) -> None:
     async with fleet_of(2, model) as fleet:
         with spoiled(fleet.member("engine-1")) as calls:
-
-            async def hang(*arguments: object) -> object:
-                await asyncio.sleep(600)
-                return None
-
             calls.instead["sleep"] = hang
             with pytest.raises(DeadlineExceeded):
                 await fleet.sleep([tag], timeout=0.2)

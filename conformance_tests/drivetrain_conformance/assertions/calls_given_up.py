@@ -17,7 +17,7 @@ async def given_up(call: Coroutine[object, object, None], after: float) -> None:
     task = asyncio.ensure_future(call)
     await asyncio.sleep(after)
     task.cancel()
-    async with within("a call that was cancelled"):
+    async with within("the end of the cancelled call"):
         await asyncio.wait([task])
     if not task.cancelled():
         task.result()

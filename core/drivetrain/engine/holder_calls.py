@@ -179,7 +179,7 @@ class HolderCalls(SharedEngine):
         try:
             return await asyncio.shield(applying)
         except asyncio.CancelledError:
-            # A holder that has cancelled the call waits for its end; for one that is gone, nobody does.
+            # A holder that has cancelled the call waits for its end; a holder that is gone does not.
             gone = asyncio.ensure_future(self._gone.wait())
             try:
                 await asyncio.wait([applying, gone], return_when=asyncio.FIRST_COMPLETED)

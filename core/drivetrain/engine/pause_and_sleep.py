@@ -96,7 +96,8 @@ class PauseAndSleep:
     async def quiesce(self, mode: PauseMode, seconds: float) -> None:
         """Abort, await or freeze the requests in flight, as ``mode`` says. The gate is shut.
 
-        A freeze takes at most ``seconds``, and is not interrupted: otherwise nobody would know if requests are frozen.
+        A freeze takes at most ``seconds``, and is not interrupted: otherwise the engine would not know if requests are
+        frozen.
         """
         match mode:
             case PauseMode.ABORT:

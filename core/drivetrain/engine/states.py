@@ -193,7 +193,7 @@ class EngineStatus:
         return replace(self, asleep=left, left_by=self.left_by if left else "")
 
     def leave_asleep(self, holder: str) -> EngineStatus:
-        """Note that the holder is gone that put the engine to sleep. The engine sleeps on until somebody wakes it up.
+        """Note that the holder which put the engine to sleep is gone. The engine sleeps until ``wake_up`` is called.
 
         The memory may be in use by others, and weights that were not kept would not be served.
         """

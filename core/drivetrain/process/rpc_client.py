@@ -62,9 +62,7 @@ class RpcClient(asyncio.Protocol):
         Raises:
             DrivetrainError: what the method raised, or why no reply will come.
         """
-        call_id = self._send_call(method, arguments)
-        reply: asyncio.Future[object] = self._loop.create_future()
-        self._calls[call_id] = method, reply
+        call_id, reply = self._begin_call(method, arguments)
         try:
             return await reply
         except asyncio.CancelledError:
@@ -79,7 +77,7 @@ class RpcClient(asyncio.Protocol):
         seconds: float,
         undo: Callable[[], Awaitable[object]] | None = None,
     ) -> object:
-        """Call a method as :meth:`call` does; a call that is cancelled has ended when this raises.
+        """Call a method as :meth:`call` does; if the caller is cancelled, the call has ended when this raises.
 
         Args:
             method: The method.
@@ -91,9 +89,7 @@ class RpcClient(asyncio.Protocol):
         Raises:
             DrivetrainError: as for :meth:`call`.
         """
-        call_id = self._send_call(method, arguments)
-        reply: asyncio.Future[object] = self._loop.create_future()
-        self._calls[call_id] = method, reply
+        call_id, reply = self._begin_call(method, arguments)
         try:
             return await reply
         except asyncio.CancelledError:
@@ -108,6 +104,13 @@ class RpcClient(asyncio.Protocol):
             undone.add_done_callback(self._undoing.discard)
             await to_its_end(_ended(returned, undone, seconds))
             raise
+
+    def _begin_call(self, method: Method, arguments: Sequence[object]) -> tuple[int, asyncio.Future[object]]:
+        """Send a call; return its id, and the future of its reply."""
+        call_id = self._send_call(method, arguments)
+        reply: asyncio.Future[object] = self._loop.create_future()
+        self._calls[call_id] = method, reply
+        return call_id, reply
 
     async def _undone(
         self, method: Method, returned: asyncio.Future[bool], undo: Callable[[], Awaitable[object]] | None

@@ -92,7 +92,7 @@ class Item(_Message, frozen=True):
 
 
 class End(_Message, frozen=True):
-    """A stream is exhausted, or a call that was cancelled is over."""
+    """A stream is exhausted, or a cancelled call is over."""
 
     id: int
 

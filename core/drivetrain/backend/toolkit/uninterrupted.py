@@ -23,6 +23,6 @@ async def to_its_end(work: Coroutine[object, object, _T]) -> _T:
             cancelled = error
     if cancelled is not None and not task.cancelled():
         if (failure := task.exception()) is not None:
-            cancelled.add_note(f"The call that was under way failed: {type(failure).__name__}: {failure}")
+            cancelled.add_note(f"The uninterrupted work failed: {type(failure).__name__}: {failure}")
         raise cancelled
     return task.result()
