@@ -278,7 +278,9 @@ async def _waiting_through_an_update(bench: Bench, prompt: list[int], old: Weigh
     engine = bench.engine
     await engine.update_named_weights(old)
     await engine.generate(prompt, _BOTH)
-    async with bench.in_flight(bench.prompts(_AT_ONCE), bench.long(250), tokens=0) as running:
+    # A fleet sends requests with one prompt to one of its engines.
+    params = bench.long(250, prompt_length=len(prompt))
+    async with bench.in_flight([prompt] * _AT_ONCE, params, tokens=0) as running:
         waiting = asyncio.create_task(engine.generate(prompt, _BOTH))
         try:
             async with within("a request to wait in the engine"):
