@@ -504,7 +504,7 @@ drawn-mutants: $(READY) ## COUNT wrong backends (60), drawn by SEED (0): which s
 	@OMP_NUM_THREADS=1 $(BIN)/drivetrain conformance --drawn-mutants $(or $(COUNT),60) --seed $(or $(SEED),0) $(ARGS)
 
 mutants-of-engine: environment-$(BACKEND) ## wrong engines of BACKEND in what transformers does not claim: one rank that goes its own way, videos
-	@$(ENGINE_ENV) OMP_NUM_THREADS=1 $(ENVIRONMENT)/bin/drivetrain conformance $(BACKEND) --mutants --group parallel --group multimodal $(ARGS)
+	@$(ENGINE_ENV) OMP_NUM_THREADS=1 $(ENVIRONMENT)/bin/drivetrain conformance $(BACKEND) --mutants $(SETTINGS_$(BACKEND)) --group parallel --group multimodal $(ARGS)
 
 matrix: $(READY) ## keep the reports of build/conformance, and render them into the docs
 	@mkdir -p $(RESULTS)

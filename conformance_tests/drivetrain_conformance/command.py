@@ -38,6 +38,9 @@ _NEEDED_FOR_MATERIAL = ("safetensors", "torch", "transformers")
 _OF_ROUTES: Final = frozenset(("url", "dialect", "api_key", "control_key", "timeout", "name"))
 _OF_BOTH: Final = frozenset(("model", "group", "case", "report", "require_complete", "show", "json"))
 """Arguments of the command that mean the same for backends and for routes."""
+_OF_MUTANTS: Final = frozenset(("mutants", "backend", "engine_fields", "group", "case", "json"))
+_OF_DRAWN_MUTANTS: Final = frozenset(("drawn_mutants", "backend", "group", "case", "seed", "jobs"))
+_OF_LIST: Final = frozenset(("show", "backend", "group", "case", "json"))
 _ROUTES: Final = "routes"
 """Folder of kept reports of routes, beside those of backends."""
 SetFields = Annotated[
@@ -185,15 +188,21 @@ def conformance(
             f"{', '.join(given)}: only for a running server; give --url, or leave it out", field=given[0]
         )
     elif drawn_mutants is not None:
+        _require_only(context, _OF_DRAWN_MUTANTS, "--drawn-mutants")
         from drivetrain_conformance.mutants.drawn.run import run_drawn_mutants
 
         chosen = _chosen(group, case)
         passed = run_drawn_mutants(backend or "transformers", chosen, count=drawn_mutants, seed=seed or 0, jobs=jobs)
     elif mutants:
+        _require_only(context, _OF_MUTANTS, "--mutants")
         from drivetrain_conformance.mutants.run import run_mutants
 
-        passed = run_mutants(backend or "transformers", _chosen(group, case), as_json=json)
+        fields = _fields(engine_fields or [])
+        passed = run_mutants(backend or "transformers", _chosen(group, case), fields, as_json=json)
+    elif given := _given(context, lambda name: name == "jobs"):
+        raise InvalidConfig("--jobs is of --drawn-mutants; give that, or leave it out", field=given[0])
     elif show:
+        _require_only(context, _OF_LIST, "--list")
         listed = [
             {"case": one.id, "needs": sorted(need.value for need in one.needs), "summary": one.summary}
             for one in _chosen(group, case)
@@ -470,6 +479,12 @@ def _given(context: typer.Context, chosen: Callable[[str], bool]) -> list[str]:
         if source is not None and source.name == "COMMANDLINE" and chosen(one.name or ""):
             found.append(one.opts[0] if one.param_type_name == "option" else "BACKEND")
     return found
+
+
+def _require_only(context: typer.Context, taken: frozenset[str], option: str) -> None:
+    """Raise if arguments are on the command line that the run ``option`` asks for would not heed."""
+    if given := _given(context, lambda name: name not in taken):
+        raise InvalidConfig(f"{option} heeds no {', '.join(given)}: leave that out", field=given[0])
 
 
 # Routes --------------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import pytest
 
@@ -16,7 +16,7 @@ from drivetrain.testing import tiny_model
 from drivetrain.types.outputs import GenerationOutput
 from drivetrain_conformance.mutants.registry import Mutant, mixed, registered_mutants, spoiled_backend
 from drivetrain_conformance.mutants.run import MutantResult, all_mutants, try_mutants
-from drivetrain_conformance.mutants.spoil import CorrectBackend, answering, claiming
+from drivetrain_conformance.mutants.spoil import CorrectBackend, answering, claiming, configured
 
 CASE = "generate/at_most_max_new_tokens"
 
@@ -41,6 +41,21 @@ def test_a_spoiled_backend_is_caught_for_what_is_wrong_with_it() -> None:
     result = tried(mutant(spoil_backend=long_winded))
     assert result.caught
     assert "assert len(completion.token_ids) <= count" in result.message
+
+
+def test_engines_have_the_fields_that_are_given() -> None:
+    seen: list[object] = []
+
+    def watched(backend: type[Backend]) -> type[Backend]:
+        def note(config: EngineConfig) -> Mapping[str, object]:
+            seen.append(config.max_num_seqs)
+            return {}
+
+        return configured(long_winded(backend), note)
+
+    (result,) = try_mutants("transformers", [mutant(spoil_backend=watched)], {"max_num_seqs": 3})
+    assert result.caught
+    assert set(seen) == {3}
 
 
 def test_a_spoiled_engine_page_is_caught() -> None:

@@ -7,6 +7,7 @@ import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Final
 
 from rich.text import Text
@@ -56,8 +57,14 @@ def all_mutants() -> list[Mutant]:
     return list(registered_mutants().values())
 
 
-def run_mutants(backend: str, cases: Sequence[Case], *, as_json: bool) -> bool:
+def run_mutants(backend: str, cases: Sequence[Case], fields: Mapping[str, object], *, as_json: bool) -> bool:
     """Try every mutant of ``backend`` that one of ``cases`` catches, and show the results.
+
+    Args:
+        backend: The backend's name.
+        cases: The cases that may catch mutants.
+        fields: Configuration fields of every engine.
+        as_json: Print JSON instead of a line for each mutant.
 
     Returns:
         True if all were caught.
@@ -66,7 +73,7 @@ def run_mutants(backend: str, cases: Sequence[Case], *, as_json: bool) -> bool:
     ids = {case.id for case in cases}
     mutants = [mutant for mutant in all_mutants() if mutant.caught_by in ids]
     with progress_bar(backend, len(mutants)) as advance:
-        for result in try_mutants(backend, mutants):
+        for result in try_mutants(backend, mutants, fields):
             results.append(result)
             advance(result.mutant.name)
             if not as_json:
@@ -95,13 +102,18 @@ def _show(result: MutantResult) -> None:
     out.print(Text(line if result.caught else f"{line}\n  {result.message}"), style=style, soft_wrap=True)
 
 
-def try_mutants(backend: str, mutants: Sequence[Mutant]) -> Iterator[MutantResult]:
-    """Yield the result of each mutant, except those whose case ``backend`` lacks a capability for."""
+def try_mutants(
+    backend: str, mutants: Sequence[Mutant], fields: Mapping[str, object] = MappingProxyType({})
+) -> Iterator[MutantResult]:
+    """Yield the result of each mutant, except those whose case ``backend`` lacks a capability for.
+
+    ``fields`` are configuration fields of every engine.
+    """
     cases = {case.id: case for case in all_cases()}
     unknown = {mutant.caught_by for mutant in mutants} - cases.keys()
     if unknown:
         raise LookupError(f"mutants are meant for cases that there are not: {', '.join(sorted(unknown))}")
-    correct = _verdicts_of_the_correct_engine(backend, [cases[mutant.caught_by] for mutant in mutants])
+    correct = _verdicts_of_the_correct_engine(backend, [cases[mutant.caught_by] for mutant in mutants], fields)
     for mutant in mutants:
         before = correct[mutant.caught_by]
         if mutant.needs is not None and before.verdict is Verdict.REFUSED:
@@ -109,7 +121,7 @@ def try_mutants(backend: str, mutants: Sequence[Mutant]) -> Iterator[MutantResul
         if before.verdict not in (Verdict.PASSED, Verdict.REFUSED):
             yield MutantResult(mutant, False, f"the correct engine does not pass either: {before.judgement.message}")
             continue
-        yield _judge(mutant, _execute(backend, mutant, cases[mutant.caught_by]))
+        yield _judge(mutant, _execute(backend, mutant, cases[mutant.caught_by], fields))
 
 
 def _judge(mutant: Mutant, result: CaseResult) -> MutantResult:
@@ -122,24 +134,32 @@ def _judge(mutant: Mutant, result: CaseResult) -> MutantResult:
     return MutantResult(mutant, True, message)
 
 
-def _verdicts_of_the_correct_engine(backend: str, cases: Sequence[Case]) -> Mapping[str, CaseResult]:
-    with Runner(suite_of_mutant(backend, None)(), profile=MUTANT_PROFILE) as runner:
+def _verdicts_of_the_correct_engine(
+    backend: str, cases: Sequence[Case], fields: Mapping[str, object]
+) -> Mapping[str, CaseResult]:
+    with Runner(suite_of_mutant(backend, None, fields)(), profile=MUTANT_PROFILE) as runner:
         return {case.id: runner.execute(case) for case in {case.id: case for case in cases}.values()}
 
 
-def _execute(backend: str, mutant: Mutant, case: Case) -> CaseResult:
+def _execute(backend: str, mutant: Mutant, case: Case, fields: Mapping[str, object]) -> CaseResult:
     profile = _PROFILE_OF_HANGS if "hangs" in mutant.says else MUTANT_PROFILE
     wrong = mutant.spoil_rank
     with (
         nullcontext() if wrong is None else spoiled_ranks(wrong),
-        Runner(suite_of_mutant(backend, mutant)(), profile=profile) as runner,
+        Runner(suite_of_mutant(backend, mutant, fields)(), profile=profile) as runner,
     ):
         return runner.execute(case)
 
 
-def suite_of_mutant(backend: str, mutant: Mutant | None) -> type[Suite]:
-    """Return the suite of ``backend`` spoiled as ``mutant`` says, or of the correct one."""
+def suite_of_mutant(
+    backend: str, mutant: Mutant | None, fields: Mapping[str, object] = MappingProxyType({})
+) -> type[Suite]:
+    """Return the suite of ``backend`` spoiled as ``mutant`` says, or of the correct one.
+
+    ``fields`` are configuration fields of every engine, beside those of the backend's suite.
+    """
     correct = suite_of(backend)
+    of_every_engine = {**correct.fields, **fields}
     # A spoiled class exists in this process alone, so that a backend that asks for a process of its own runs here too.
     is_hosted = registry.load_backend(backend).endangers_its_process
 
@@ -147,11 +167,12 @@ def suite_of_mutant(backend: str, mutant: Mutant | None) -> type[Suite]:
         """The suite of a backend that is spoiled in one way."""
 
         isolation = None if is_hosted else Isolation.INLINE
+        fields = of_every_engine
 
         def open_engine(self, fields: Mapping[str, object]) -> InferenceEngine:
             if mutant is not None and mutant.spoil_backend is not None:
                 with registered(mutant.spoil_backend(registry.load_backend(backend))) as name:
-                    return create_engine({"isolation": Isolation.INLINE, "backend": name, **fields})
+                    return create_engine({**self.fields, "isolation": Isolation.INLINE, "backend": name, **fields})
             engine: InferenceEngine = super().open_engine(fields)
             if mutant is None:
                 return engine
