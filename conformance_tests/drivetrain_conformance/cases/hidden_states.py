@@ -13,12 +13,12 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from drivetrain.backend.toolkit.progress_bars import no_progress_bars
 from drivetrain.types.capability import Capability
 from drivetrain.types.modes import PauseMode
 from drivetrain.types.outputs import Completion
 from drivetrain.types.sampling import SamplingParams
 from drivetrain.types.weights import WeightUpdateRequest
+from drivetrain_conformance.assertions.expert_choices import check_choices, experts_of, router_logprobs
 from drivetrain_conformance.assertions.same_answers import check_same
 from drivetrain_conformance.assets.served_models import ModelKind
 from drivetrain_conformance.assets.weight_sources import from_disk
@@ -133,9 +133,9 @@ async def experts_have_their_shape_and_range(bench: Bench) -> None:
     """Experts have shape (tokens, MoE layers, experts per token); each is a valid id, and none repeats for a token."""
     prompts = [bench.prompt(length) for length in (1, 6, 20)]
     output = await bench.engine.generate(prompts, _EXPERTS.model_copy(update={"temperature": 1.0, "n": 2}))
-    _, layers, count = _router_logprobs(bench, prompts[0]).shape
+    _, layers, count = router_logprobs(bench, prompts[0]).shape
     for completion in output.completions:
-        experts = _experts(completion)
+        experts = experts_of(completion)
         assert experts.shape == (len(completion.token_ids), layers, _config(bench)["num_experts_per_tok"])
         assert experts.min() >= 0
         assert experts.max() < count
@@ -149,8 +149,8 @@ async def experts_are_the_routers_choice(bench: Bench) -> None:
     output = await bench.engine.generate([bench.prompt(4), bench.prompt(11)], _EXPERTS)
     for completion in output.completions:
         ids, first = [*completion.prompt_token_ids, *completion.token_ids], len(completion.prompt_token_ids) - 1
-        ranked = _router_logprobs(bench, ids)[first : first + len(completion.token_ids)]
-        _check_choices(bench, ranked, _experts(completion))
+        ranked = router_logprobs(bench, ids)[first : first + len(completion.token_ids)]
+        check_choices(bench, ranked, experts_of(completion))
 
 
 @case(Capability.ROUTED_EXPERTS, model=ModelKind.MOE)
@@ -162,9 +162,9 @@ async def experts_do_not_depend_on_the_batch_or_the_cache(bench: Bench) -> None:
     again = (await bench.engine.generate(prompts, _EXPERTS)).completions
     check_same(bench, again, alone)
     for one, other in zip(alone, again, strict=True):
-        assert _experts(other).shape[0] == len(other.token_ids)
+        assert experts_of(other).shape[0] == len(other.token_ids)
         if one.token_ids == other.token_ids:
-            same = (np.sort(_experts(one)) == np.sort(_experts(other))).all(axis=-1).mean()
+            same = (np.sort(experts_of(one)) == np.sort(experts_of(other))).all(axis=-1).mean()
             assert same >= (1.0 if bench.tolerance() < 1e-2 else 0.9), f"only {same:.0%} of the choices are the same"
 
 
@@ -179,7 +179,7 @@ async def experts_of_the_prompt_are_the_routers_choice(bench: Bench) -> None:
     outputs = [await bench.engine.generate(given, _BOTH) for given in (prompts, [[*long, *bench.prompt(3)]])]
     for completion in (completion for output in outputs for completion in output.completions):
         own = _check_prompt(bench, completion)
-        assert (np.sort(own[-1]) == np.sort(_experts(completion)[0])).all(), "the last prompt token has other experts"
+        assert (np.sort(own[-1]) == np.sort(experts_of(completion)[0])).all(), "the last prompt token has other experts"
 
 
 @case(
@@ -311,12 +311,12 @@ def _check_whole(bench: Bench, completion: Completion, models: Mapping[str, Path
     ids, first, own = (
         [*completion.prompt_token_ids, *completion.token_ids],
         len(completion.prompt_token_ids) - 1,
-        _experts(completion),
+        experts_of(completion),
     )
     assert len(own) == len(completion.token_ids), f"{len(own)} of {len(completion.token_ids)} tokens have experts"
     for span, folder in zip(completion.weight_versions, folders, strict=True):
-        ranked = _router_logprobs(bench, ids, folder)[first:]
-        _check_choices(bench, ranked[span.start : span.end], own[span.start : span.end])
+        ranked = router_logprobs(bench, ids, folder)[first:]
+        check_choices(bench, ranked[span.start : span.end], own[span.start : span.end])
 
 
 def _check_prompt(bench: Bench, completion: Completion, model: Path | None = None) -> NDArray[np.int64]:
@@ -325,43 +325,8 @@ def _check_prompt(bench: Bench, completion: Completion, model: Path | None = Non
     assert found is not None, "the prompt's experts are missing"
     assert len(found) == len(prompt), f"{len(found)} of {len(prompt)} prompt tokens have experts"
     own = found.to_numpy().astype(np.int64)
-    _check_choices(bench, _router_logprobs(bench, prompt, model), own)
+    check_choices(bench, router_logprobs(bench, prompt, model), own)
     return own
-
-
-def _check_choices(bench: Bench, ranked: NDArray[np.float64], chosen: NDArray[np.int64]) -> None:
-    """Check that each token's experts are those of the highest logprobs.
-
-    Args:
-        bench: The case's bench.
-        ranked: The router's logprobs, shape (tokens, MoE layers, experts).
-        chosen: Shape (tokens, MoE layers, experts per token).
-    """
-    for at, (layers, own_layers) in enumerate(zip(ranked, chosen, strict=True)):
-        for layer, (row, own) in enumerate(zip(layers, own_layers, strict=True)):
-            line = np.sort(row)[-len(own)]
-            assert row[own].min() >= line - bench.tolerance(), (
-                f"token {at} was routed in layer {layer} to {own.tolist()}; the router's order is "
-                f"{np.argsort(-row).tolist()}"
-            )
-
-
-def _experts(completion: Completion) -> NDArray[np.int64]:
-    assert completion.routed_experts is not None
-    return completion.routed_experts.to_numpy().astype(np.int64)
-
-
-def _router_logprobs(bench: Bench, token_ids: Sequence[int], folder: Path | None = None) -> NDArray[np.float64]:
-    """Return the logprobs of a model's router, by default the bench's; shape (tokens, MoE layers, experts)."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    with no_progress_bars():
-        model = AutoModelForCausalLM.from_pretrained(folder or bench.model, dtype=torch.float32)
-    with torch.no_grad():
-        output = model(input_ids=torch.tensor([list(token_ids)]), output_router_logits=True, use_cache=False)
-    layers = torch.stack([layer.reshape(len(token_ids), -1) for layer in output.router_logits], dim=1)
-    return np.asarray(layers.double().log_softmax(-1).numpy())
 
 
 def _config(bench: Bench) -> dict[str, int]:

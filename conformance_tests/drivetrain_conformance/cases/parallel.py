@@ -13,13 +13,16 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+import numpy as np
+
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.engine.states import EngineState
 from drivetrain.errors import WeightVerifyFailed
 from drivetrain.types.capability import Capability
 from drivetrain.types.modes import MemoryTag, PauseMode
-from drivetrain.types.outputs import FinishReason
-from drivetrain.types.sampling import SamplingParams
+from drivetrain.types.outputs import Completion, FinishReason
+from drivetrain.types.sampling import LogprobsMode, SamplingParams
+from drivetrain_conformance.assertions.expert_choices import check_choices, experts_of, router_logprobs
 from drivetrain_conformance.assertions.memory_use import held_by_ranks, parameter_bytes
 from drivetrain_conformance.assertions.refusals import raises
 from drivetrain_conformance.assertions.same_answers import check_greedy
@@ -30,6 +33,7 @@ from drivetrain_conformance.assets.weight_sources import Between, a_matrix, tens
 from drivetrain_conformance.harness.case import Hardware, case
 from drivetrain_conformance.harness.testbench import Bench
 from drivetrain_conformance.harness.time_limits import within
+from drivetrain_conformance.references.oracle import token_logprobs
 from drivetrain_weight_sync import LoraSync, Strategy, WeightSync
 
 TOKENS: Final = 24
@@ -78,6 +82,7 @@ async def experts_split_over_two_ranks(bench: Bench) -> None:
     async with bench.open(tensor_parallel_size=2, expert_parallel_size=2) as engine:
         assert engine.ep_size == 2
         await _answers_as_the_model(bench, engine)
+        await _experts_are_the_routers_choice(bench, engine, bench.model)
 
 
 @case(Capability.TENSOR_PARALLEL, Capability.WEIGHTS_DISK, hardware=Hardware.TWO_RANKS, own_engine=True)
@@ -102,9 +107,11 @@ async def an_update_of_a_mixture_reaches_every_rank(bench: Bench) -> None:
     """A mixture whose experts are split over two ranks answers as its latest weights do."""
     async with bench.open(tensor_parallel_size=2) as engine:
         await _answers_as_the_model(bench, engine)
+        await _experts_are_the_routers_choice(bench, engine, bench.model)
         other = bench.other_weights()
         await engine.load_weights_from_disk(str(other), "others")
         await _answers_as_the_model(bench, engine, other)
+        await _experts_are_the_routers_choice(bench, engine, other)
 
 
 @case(
@@ -308,9 +315,51 @@ async def _answers_as_the_model(
     bench: Bench, engine: InferenceEngine, model: Path | None = None, prompts: int = 6
 ) -> None:
     """Check one request alone, and several of different lengths together, against the likeliest tokens of ``model``."""
+    params = SamplingParams(max_new_tokens=TOKENS, temperature=0)
+    if engine.supports(Capability.LOGPROBS_RAW):
+        params = params.model_copy(update={"logprobs": 0, "logprobs_mode": LogprobsMode.RAW})
     asked = [bench.prompt(3 + 5 * (index % 7), engine) for index in range(prompts)]
-    answers = await bench.greedy(asked[:1], TOKENS, engine) + await bench.greedy(asked, TOKENS, engine)
+    alone, together = [(await engine.generate(given, params)).completions for given in (asked[:1], asked)]
+    answers = [*alone, *together]
     assert [completion.prompt_token_ids for completion in answers] == [asked[0], *asked]
     for completion in answers:
         assert completion.token_ids
         check_greedy(bench, completion, engine, model or bench.model)
+        _check_logprobs(bench, completion, engine, model or bench.model)
+
+
+def _check_logprobs(bench: Bench, completion: Completion, engine: InferenceEngine, model: Path) -> None:
+    """Check raw logprobs, if there are any, against those of ``model``, under the rounding that is closest."""
+    if completion.logprobs is None:
+        return
+    ids, tolerance = completion.token_ids, bench.tolerance(engine)
+    assert len(completion.logprobs) == len(ids), f"{len(completion.logprobs)} logprobs of {len(ids)} tokens"
+    references = [token_logprobs(bench.output_logits(completion, model), ids)]
+    for at, value in enumerate(completion.logprobs):
+        if abs(value - references[0][at]) > tolerance and len(references) == 1:
+            rounded = bench.rounded_output_logits(completion, engine, model)
+            references += [token_logprobs(rows, ids) for rows in rounded]
+        nearest = min((reference[at] for reference in references), key=lambda found: abs(found - value))
+        assert abs(value - nearest) <= tolerance, (
+            f"the logprob of token {at} is {value:.5f}; the reference says {nearest:.5f}"
+        )
+
+
+async def _experts_are_the_routers_choice(bench: Bench, engine: InferenceEngine, model: Path) -> None:
+    """Check the experts of each token of a prompt and an output, if the engine returns them."""
+    if not engine.supports(Capability.ROUTED_EXPERTS):
+        return
+    with_prompt = engine.supports(Capability.PROMPT_ROUTED_EXPERTS)
+    params = SamplingParams(
+        max_new_tokens=TOKENS, temperature=0, return_routed_experts=True, return_prompt_routed_experts=with_prompt
+    )
+    prompts = bench.prompts(3, 11, engine)
+    for completion in (await engine.generate(prompts, params)).completions:
+        ids, own = [*completion.prompt_token_ids, *completion.token_ids], experts_of(completion)
+        first = len(completion.prompt_token_ids) - 1
+        ranked = router_logprobs(bench, ids, model)
+        check_choices(bench, ranked[first : first + len(completion.token_ids)], own, engine)
+        if with_prompt:
+            assert completion.prompt_routed_experts is not None
+            of_prompt = completion.prompt_routed_experts.to_numpy().astype(np.int64)
+            check_choices(bench, ranked[: first + 1], of_prompt, engine)

@@ -31,6 +31,8 @@ QUIET: Final = 0.1
 """Seconds during which nothing may happen: long enough for a request of a few tokens to finish."""
 TOKENS: Final = 250
 """Length of a request that is in flight for a while and whose end the case awaits."""
+_SOON: Final = 20.0
+"""Timeout, in seconds, of a request of two tokens that nothing holds up."""
 
 
 # The table ------------------------------------------------------------------------------------------------------------
@@ -383,7 +385,7 @@ async def _pauses_are_given_up(bench: Bench) -> None:
             await given_up(engine.pause_generation(PauseMode.IN_PLACE), after)
             if engine.is_paused:  # it had ended before
                 await engine.continue_generation()
-            async with within("a request after a pause that was given up"):
+            async with within("a request after a pause that was given up", seconds=_SOON):
                 await engine.generate(prompt, bench.long(2))
 
 

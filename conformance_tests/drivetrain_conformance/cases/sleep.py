@@ -28,7 +28,14 @@ from drivetrain_conformance.assets.served_models import ModelKind
 from drivetrain_conformance.assets.weight_sources import tensors_of
 from drivetrain_conformance.harness.case import Hardware, case
 from drivetrain_conformance.harness.holder_process import LIFTED_S, holder_of
-from drivetrain_conformance.harness.testbench import Bench, check_held, in_time, until_idle, until_running
+from drivetrain_conformance.harness.testbench import (
+    GREEDY_TOKENS,
+    Bench,
+    check_held,
+    in_time,
+    until_idle,
+    until_running,
+)
 from drivetrain_conformance.harness.time_limits import result_of, within
 
 _T = TypeVar("_T")
@@ -247,14 +254,14 @@ async def any_order_of_tags(bench: Bench) -> None:
     engine = bench.engine
     await _can_sleep(bench, WEIGHTS, KV_CACHE, update=True)
     own, prompts = engine.get_weight_version(), bench.prompts(2, 100)
-    before = await bench.greedy(prompts)
+    before = await _answers(bench, prompts)
     for asleep, awake in _orders(bench):
         await _in_steps(bench, asleep, awake)
         assert engine.state is EngineState.DIRTY
         await _refused(engine.generate(prompts[0], SHORT), "dirty")
         await engine.load_weights_from_disk(str(bench.model), own)
         _check_awake(engine)
-        after = await bench.greedy(prompts)
+        after = await _answers(bench, prompts)
         cached = [completion.cached_tokens for completion in after]
         assert not any(cached), f"{cached} tokens were found in a cache that had slept"
         check_same(bench, after, before)
@@ -270,11 +277,11 @@ async def any_order_of_tags_with_weights_kept(bench: Bench) -> None:
     """With kept weights, any order of sleep and wake ends in an engine that answers as before."""
     await _can_sleep(bench, WEIGHTS, KV_CACHE)
     prompts = bench.prompts(2)
-    before = await bench.greedy(prompts)
+    before = await _answers(bench, prompts)
     for asleep, awake in _orders(bench):
         await _in_steps(bench, asleep, awake)
         _check_awake(bench.engine)
-        check_same(bench, await bench.greedy(prompts), before)
+        check_same(bench, await _answers(bench, prompts), before)
 
 
 @case(Capability.SLEEP_WEIGHTS, Capability.SLEEP_KV_CACHE, Capability.WEIGHTS_DISK)
@@ -464,7 +471,10 @@ async def arrivals_of_a_pause_wait_through_a_sleep(bench: Bench) -> None:
 
 @case(Capability.SLEEP_WEIGHTS, Capability.PAUSE_WAIT, Capability.WEIGHTS_DISK)
 async def arrivals_of_a_pause_are_served_by_the_new_weights(bench: Bench) -> None:
-    """A request that arrives while a paused engine's weights sleep is answered by the next update's weights."""
+    """A request that arrives while a paused engine's weights sleep is answered by the next update's weights.
+
+    So is one that arrives while the weights are awake and the cache still sleeps.
+    """
     engine = bench.engine
     await _can_sleep(bench, WEIGHTS, update=True)
     own, (prompt,) = engine.get_weight_version(), bench.prompts(1)
@@ -473,15 +483,20 @@ async def arrivals_of_a_pause_are_served_by_the_new_weights(bench: Bench) -> Non
     expected = await bench.greedy([prompt])
     await engine.load_weights_from_disk(str(bench.model), own)
     await engine.pause_generation(PauseMode.WAIT)
-    await engine.sleep([WEIGHTS])
-    async with _waiting(bench, prompt) as task:
+    tags = [WEIGHTS, *([KV_CACHE] if bench.claims(Capability.SLEEP_KV_CACHE) else [])]
+    await engine.sleep(tags)
+    async with _waiting(bench, prompt) as asleep:
         await engine.wake_up([WEIGHTS])
-        await _refused(engine.continue_generation(), "dirty")
-        await engine.load_weights_from_disk(str(others), "others")
-        await asyncio.sleep(QUIET)
-        assert not task.done(), "an update does not end a pause"
-        await engine.continue_generation()
-        check_same(bench, await result_of(task), expected, model=others)
+        await _refused(engine.continue_generation(), "asleep" if KV_CACHE in tags else "dirty")
+        async with _waiting(bench, prompt) as half_awake:
+            await engine.load_weights_from_disk(str(others), "others")
+            await engine.wake_up_all()
+            await asyncio.sleep(QUIET)
+            assert not asleep.done(), "an update does not end a pause"
+            assert not half_awake.done(), "waking does not end a pause"
+            await engine.continue_generation()
+            for task in (asleep, half_awake):
+                check_same(bench, await result_of(task), expected, model=others)
     await engine.load_weights_from_disk(str(bench.model), own)
 
 
@@ -730,7 +745,7 @@ async def many_cycles_give_the_same_answers(bench: Bench) -> None:
     engine = bench.engine
     await _can_sleep(bench, WEIGHTS, KV_CACHE, update=True)
     own, prompts = engine.get_weight_version(), bench.prompts(3)
-    before = await bench.greedy(prompts)
+    before = await _answers(bench, prompts)
 
     async def cycle(is_looked_at: bool) -> int:
         awake = await engine.stats()
@@ -741,7 +756,7 @@ async def many_cycles_give_the_same_answers(bench: Bench) -> None:
         await engine.wake_up([WEIGHTS])
         await engine.load_weights_from_disk(str(bench.model), own)
         await engine.wake_up([KV_CACHE])
-        check_same(bench, await bench.greedy(prompts), before)
+        check_same(bench, await _answers(bench, prompts), before)
         return held
 
     await _check_cycles(bench, cycle)
@@ -854,6 +869,14 @@ def _check_awake(engine: InferenceEngine) -> None:
     assert engine.state is EngineState.READY
     assert engine.status.asleep == frozenset()
     assert engine.describe().state == "ready"
+
+
+async def _answers(bench: Bench, prompts: Sequence[Sequence[int]]) -> list[Completion]:
+    """Return greedy completions, with raw logprobs if the engine has them: :func:`check_same` compares these, too."""
+    params = SamplingParams(max_new_tokens=GREEDY_TOKENS, temperature=0)
+    if bench.claims(Capability.LOGPROBS_RAW):
+        params = params.model_copy(update={"logprobs": 0, "logprobs_mode": LogprobsMode.RAW})
+    return (await bench.engine.generate([list(prompt) for prompt in prompts], params)).completions
 
 
 async def _can_sleep(bench: Bench, *tags: MemoryTag, update: bool = False) -> None:

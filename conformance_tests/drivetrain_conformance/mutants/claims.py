@@ -172,6 +172,15 @@ def gives_the_layers_experts_in_reverse(request: GenerateRequest, result: Genera
     return dataclasses.replace(result, routed_experts=experts and RoutedExperts.of(experts.to_numpy()[:, ::-1]))
 
 
+@result_mutant(
+    "parallel/an_update_of_a_mixture_reaches_every_rank", says="was routed in layer", needs=Capability.TENSOR_PARALLEL
+)
+def counts_the_experts_of_one_rank(request: GenerateRequest, result: GenerateResult) -> GenerateResult:
+    """Experts are numbered among those of their rank."""
+    experts = result.routed_experts
+    return dataclasses.replace(result, routed_experts=experts and RoutedExperts.of(experts.to_numpy() // 2))
+
+
 @result_mutant("hidden_states/experts_of_the_prompt_are_the_routers_choice", says="prompt tokens have experts")
 def leaves_out_the_experts_of_the_last_prompt_token(request: GenerateRequest, result: GenerateResult) -> GenerateResult:
     """The last prompt token's experts come with the first token drawn alone."""

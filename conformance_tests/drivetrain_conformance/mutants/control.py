@@ -261,7 +261,7 @@ class lifts_a_pause_and_freezes_on(PauseAndSleep):
         self.controller.move_to(self.controller.status.lift_pause())
 
 
-@mutant("pause/a_frozen_call_that_is_cancelled_is_gone", says="a request after a pause that was given up")
+@mutant("pause/a_frozen_call_that_is_cancelled_is_gone", says="hangs")
 class freezes_when_a_pause_is_given_up(PauseAndSleep):
     """A pause whose caller has left is no pause any more, and requests stay frozen."""
 

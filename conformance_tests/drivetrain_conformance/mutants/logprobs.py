@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import struct
 from collections.abc import Callable
 
 from drivetrain.backend.base import Backend, GenerateRequest, GenerateResult, ModelInfo
 from drivetrain.errors import InvalidRequest
+from drivetrain.types.capability import Capability
+from drivetrain.types.modes import MemoryTag
 from drivetrain.types.outputs import TopLogprobs
 from drivetrain.types.sampling import LogprobsMode
 from drivetrain_conformance.mutants.registry import backend_mutants, mutant
@@ -52,6 +55,28 @@ def shifts_logprobs(request: GenerateRequest, result: GenerateResult) -> Generat
 def rounds_logprobs(request: GenerateRequest, result: GenerateResult) -> GenerateResult:
     """Logprobs are rounded to bfloat16, with eight bits of precision."""
     return dataclasses.replace(result, logprobs=result.logprobs and [_bfloat16(x) for x in result.logprobs])
+
+
+@mutant("sleep/any_order_of_tags", says="nats off")
+class rounds_logprobs_once_it_slept(CorrectBackend):
+    """After the weights slept, logits are computed in bfloat16."""
+
+    _has_slept = False
+
+    async def sleep(self, tags: frozenset[MemoryTag]) -> None:
+        await super().sleep(tags)
+        self._has_slept |= MemoryTag.WEIGHTS in tags
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        result = await super().generate(request)
+        return rounds_logprobs(request, result) if self._has_slept else result
+
+
+@result_mutant("parallel/layers_split_over_two_ranks", says="the logprob of token", needs=Capability.TENSOR_PARALLEL)
+def normalises_over_one_ranks_vocabulary(request: GenerateRequest, result: GenerateResult) -> GenerateResult:
+    """Logprobs are of one rank's half of the vocabulary."""
+    logprobs = result.logprobs
+    return dataclasses.replace(result, logprobs=logprobs and [min(x + math.log(2), 0.0) for x in logprobs])
 
 
 def _bfloat16(value: float) -> float:
