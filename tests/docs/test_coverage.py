@@ -1,4 +1,4 @@
-"""The coverage page is true: the cases that it names exist, each row is answered, and its counts are right."""
+"""The coverage page is true: what it names exists, each row is answered, and its counts are right."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from pathlib import Path
 
 from drivetrain_conformance.cases import all_cases
 
-PAGE = (Path(__file__).parents[2] / "docs/reference/coverage.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/reference/coverage.md").read_text(encoding="utf-8")
 TABLE_ROW = re.compile(r"^\| (.+?) \| (.+?) \| (.+) \|$", re.MULTILINE)
 CASE = re.compile(r"`([a-z_]+/\w+)`")
-COVERED = re.compile(r"`[a-z_]+/\w+`(, `[a-z_]+/\w+`){0,2}( \([^()]+\))?")
+TEST = re.compile(r"`(tests/[\w/]+\.py)(?:::(\w+))?`")
+PROOF = r"`(?:[a-z_]+/\w+|tests/[\w/]+\.py::\w+)`"
+COVERED = re.compile(rf"{PROOF}(, {PROOF}){{0,2}}( \([^()]+\))?")
 HEAD = ("row", "what must hold", "our case")
 ROWS = [row for row in TABLE_ROW.findall(PAGE) if row != HEAD]
 
@@ -22,6 +25,10 @@ def is_uncovered(answer: str) -> bool:
 def test_every_case_on_the_page_exists() -> None:
     unknown = set(CASE.findall(PAGE)) - {case.id for case in all_cases()}
     assert not unknown
+
+
+def test_every_test_on_the_page_exists() -> None:
+    assert all(f"def {name}" in (ROOT / path).read_text(encoding="utf-8") for path, name in TEST.findall(PAGE))
 
 
 def test_every_line_of_a_table_is_read_and_no_row_is_told_twice() -> None:

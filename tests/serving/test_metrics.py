@@ -133,11 +133,19 @@ async def test_pauses_sleeps_and_updates_are_counted_with_their_seconds(
         held = seen["pause_seconds_total"]
         await seen.read()
         assert seen["pause_seconds_total"] == held
-        await seen.post("/release_memory_occupation")
-        assert seen.of("sleeps_total", "state{state=asleep}") == [1, 1]
+        awake = seen["weight_bytes"]
+        assert awake > 0
+        for _ in range(2):
+            await seen.post("/release_memory_occupation")
+            assert seen.of("sleeps_total", "state{state=asleep}") == [1, 1], "a second sleep within the first is none"
+            assert seen["weight_bytes"] < awake / 100, "only buffers that no checkpoint holds are kept"
+            assert seen["kv_cache_bytes"] == 0
         slept = seen["sleep_seconds_total"]
         await seen.post("/resume_memory_occupation")
         assert seen["sleep_seconds_total"] > slept
+        slept = seen["sleep_seconds_total"]
+        await seen.post("/resume_memory_occupation")
+        assert seen.of("sleeps_total", "sleep_seconds_total", "weight_bytes") == [1, slept, awake]
         assert seen["pauses_total"] == 1
         await seen.post("/update_weights", weight_dir=str(other_model), weight_version="step-1")
         assert seen["weight_info{version=step-1}"] == 1

@@ -143,6 +143,7 @@ async def test_an_update_is_served_when_it_is_finished(
 ) -> None:
     (client,) = transfer.clients
     assert (await client.get("/server_info")).json()["vllm_config"]["weight_transfer_config"] == {"backend": "nccl"}
+    assert (await client.post("/finish_weight_update")).status_code == 400, "no update has begun"
     before = await answers_of(client)
     tensors = tensors_of(other_model)
     assert (await client.post("/start_weight_update", json={})).json()["message"]
