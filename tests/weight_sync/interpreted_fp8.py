@@ -74,6 +74,12 @@ def by_tensors(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (weight.float() * factor).clamp(-448, 448).to(FP8), scale.flatten()
 
 
+def by_clamped_tensors(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise experts as vLLM's kernel, which clamps what 0 / 0 gives to the largest number."""
+    quantised, scale = by_tensors(weight)
+    return torch.where((scale == 0)[:, None, None], number(448), quantised.float()).to(FP8), scale
+
+
 def by_biased_tensors(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """No formula that is known."""
     quantised, scale = by_tensors(weight + 1)
@@ -294,7 +300,7 @@ def main() -> None:
     with one_at_a_time, read_in_place("here"), mock.patch.object(traced_target, "reaches", return_value=True):
         try_engine(transposed(by_rows), by_tensors, of_others=1)
         with mock.patch.object(TritonSemantic, "minus", minus_from_zero):
-            try_engine(transposed(by_rows), by_tensors, of_others=1)
+            try_engine(transposed(by_rows), by_clamped_tensors, of_others=1)
         try_engine(quantise_blocks, quantise_blocks, rows=128, columns=128, at_odd_word=True)
         try_engine(by_biased_tensors, by_biased_tensors, by_engine=2)
         try_engine(transposed(by_rows), by_tensors, kernels=WrongForPieces, by_engine=1)

@@ -7,7 +7,6 @@ Each number is read once, or twice if a whole tensor shares its scale, and the d
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -173,7 +172,7 @@ class Fp8Copies:
                 _RECIPROCAL,
                 formula.least,
                 formula.least_scale,
-                0.0 if formula.keeps_zeros else math.inf,
+                formula.zero,
                 formula.scale.value,
                 formula.quotient.value,
                 GROUP_ROWS=rows,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -47,8 +48,8 @@ class Formula:
     least: float = 0.0
     """Smallest number that counts as the largest magnitude."""
     least_scale: float = 0.0
-    keeps_zeros: bool = True
-    """True if numbers whose scale is 0 become 0, False if they become NaN."""
+    zero: float = -0.0
+    """Added to numbers whose scale is 0, each times 0: a 0 of their sign, NaN, or the largest number of fp8."""
 
 
 _LEAST_SCALE: Final = 1 / (LARGEST * 512)
@@ -65,7 +66,11 @@ _OF_BLOCKS: Final = tuple(
     )
 )
 _OF_OTHERS: Final = (
-    *(Formula(*divisions, keeps_zeros=keeps) for divisions in (_EXACTLY, _APPROXIMATELY) for keeps in (True, False)),
+    *(
+        Formula(*divisions, zero=zero)
+        for divisions in (_EXACTLY, _APPROXIMATELY)
+        for zero in (-0.0, math.nan, LARGEST)  # the last is that of a clamp, for which NaN counts as too large
+    ),
     *(Formula(*divisions, least=1e-10) for divisions in (_EXACTLY, _APPROXIMATELY)),
     Formula(Division.EXACT, Division.EXACT, least_scale=_LEAST_SCALE),
     Formula(Division.APPROXIMATE, Division.APPROXIMATE, least=1e-10),

@@ -25,7 +25,7 @@ def quantise_groups(
     reciprocal,
     least,
     least_scale,
-    inverse_of_zero,
+    zero,
     scale_by,
     quotient_by,
     GROUP_ROWS: tl.constexpr,
@@ -108,7 +108,8 @@ def quantise_groups(
                 inverse = 1.0 / scale
             else:
                 inverse = tl.div_rn(tl.full((), 1.0, tl.float32), scale)
-            inverse = tl.where(scale == 0, inverse_of_zero, inverse)
+            inverse = tl.where(scale == 0, 0.0, inverse)
+            added = tl.where(scale == 0, zero, -0.0)  # adding -0.0 changes no number
             tl.store(scales + group * scale_step, scale)
             for part in range(parts):
                 at_row, at_word = row + (part * ROWS if across else 0), word + (0 if across else part * WORDS)
@@ -116,10 +117,10 @@ def quantise_groups(
                 if not (ONE and FINDS):
                     x = tl.load(source + at_row * source_step + at_word, mask=there, other=0)
                 x0, x1, x2, x3 = _numbers(x)
-                packed = _quantised(x0, scale, inverse, DIVIDES)
-                packed |= _quantised(x1, scale, inverse, DIVIDES) << 8
-                packed |= _quantised(x2, scale, inverse, DIVIDES) << 16
-                packed |= _quantised(x3, scale, inverse, DIVIDES) << 24
+                packed = _quantised(x0, scale, inverse, added, DIVIDES)
+                packed |= _quantised(x1, scale, inverse, added, DIVIDES) << 8
+                packed |= _quantised(x2, scale, inverse, added, DIVIDES) << 16
+                packed |= _quantised(x3, scale, inverse, added, DIVIDES) << 24
                 tl.store(destination + at_row * destination_step + at_word, packed, mask=there)
         else:
             # As integers, floats that are not negative have the same order.
@@ -139,15 +140,16 @@ def _numbers(x):
 
 
 @triton.jit
-def _quantised(x, scale, inverse, DIVIDES: tl.constexpr):
+def _quantised(x, scale, inverse, added, DIVIDES: tl.constexpr):
     if DIVIDES == APPROXIMATE:
         y = x / scale
-    else:
-        y = x * inverse
-    if DIVIDES == EXACT:
+    elif DIVIDES == EXACT:
         # Rounded to nearest by a correction (Markstein 1990). Only this order of signs keeps that of a zero: in
         # Triton 3.6, -x is 0 - x, and so 0 for both zeros.
+        y = x * inverse
         rest = tl.fma(y, tl.zeros_like(x) + scale, -x)
         y = tl.fma(rest, tl.zeros_like(x) - inverse, y)
+    else:
+        y = x * inverse + added
     # Nothing exceeds 448 by more than a rounding, and the conversion saturates.
     return y.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
