@@ -17,7 +17,7 @@ WEIGHTS, CACHE = frozenset({MemoryTag.WEIGHTS}), frozenset({MemoryTag.KV_CACHE})
 SIZE = 16
 """Bytes of an allocation."""
 REFILLED = 12
-"""Of these, bytes that an update fills."""
+"""Bytes of an allocation that an update fills."""
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ class EngineStatus:
         """Name the holders that are gone and have left memory asleep; empty if there are none."""
         words = ""
         for holder in dict.fromkeys(holder for _, holder in self.left_by):
-            tags = {tag for tag, by in self.left_by if by == holder}
+            tags = frozenset(tag for tag, by in self.left_by if by == holder)
             which = "" if tags == self.asleep else " and ".join(sorted(tag.value for tag in tags)) + " "
             words += f", {which}left so by {holder}, which is gone"
         return words

@@ -28,7 +28,7 @@ def falling_asleep() -> AbstractContextManager[None]:
 
 
 def waking_up() -> AbstractContextManager[None]:
-    """Name an error of allocations that found no memory, whereupon all that was allocated was freed again."""
+    """Name an error of allocations that found no memory; those made before it were freed again."""
     return naming_out_of_memory(
         "wake_up()", "All of it sleeps on: free memory, for instance the trainer's, then call wake_up() again"
     )
