@@ -42,7 +42,7 @@ def test_a_sleep_or_wake_up_of_other_memory_does_not_forget_who_left_the_engine_
 def test_each_holder_that_left_memory_asleep_is_named() -> None:
     status = LEFT.sleep(WEIGHTS, keeps_weights=True).leave_asleep(WEIGHTS, "the second holder")
     assert status.describe() == (
-        "asleep (kv_cache, weights), kv_cache left so by the first holder, which is gone, weights left so by the second "
-        "holder, which is gone"
+        "asleep (kv_cache, weights), kv_cache left so by the first holder, which is gone, "
+        "weights left so by the second holder, which is gone"
     )
     assert status.wake(CACHE | WEIGHTS).describe() == "ready"
