@@ -168,10 +168,12 @@ class FleetBackend(Backend):
         report("comparing the engines")
         self._facts = {member.name: await self._facts_of(member.engine) for member in members}
         require_agreement(self._facts)
-        first = members[0].engine
-        self.updates.serve(FleetWeights(first.get_weight_version(), _source_of(first)))
+        # Weights of an update that was not committed are of no version, and no measure for the other engines.
+        committed = [member for member in members if member.engine.status.weights is WeightState.CLEAN]
+        first = (committed or members)[0]
+        self.updates.serve(FleetWeights(first.engine.get_weight_version(), _source_of(first.engine)))
         for member in members:
-            self._enter(member, known=member is members[0])
+            self._enter(member, known=member is first)
         self.counts_resumed_tokens = all(member.counts_resumed_tokens for member in members)
         self._model = fleet_model([member.engine.model_info for member in members])
         return replace(self._model, weight_version=self.updates.weights.version)
@@ -201,7 +203,9 @@ class FleetBackend(Backend):
         engine, weights = member.engine, self.updates.weights
         version, source = engine.get_weight_version(), _source_of(engine)
         stale = ""
-        if not known and (source is None or (version, source) != (weights.version, weights.source)):
+        if engine.status.weights is WeightState.DIRTY:
+            stale = f"its weights are dirty: {engine.status.why}"
+        elif not known and (source is None or (version, source) != (weights.version, weights.source)):
             stale = (
                 f"it joined with the version {version!r} of {source or 'unknown origin'}; the fleet serves "
                 f"{weights.version!r} of {weights.source or 'a push'}"

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from drivetrain import Capability, EngineConfig, EngineState, EngineStateError, InferenceEngine, Isolation, MemoryTag
-from drivetrain.errors import DeadlineExceeded, DrivetrainError, EngineBusy, EngineInternalError
+from drivetrain.errors import DeadlineExceeded, DrivetrainError, EngineBusy, EngineInternalError, EngineOutOfMemory
 from drivetrain.testing import tiny_model
 from scripted_backend import ScriptedBackend
 
@@ -100,3 +100,22 @@ async def test_a_sleep_after_a_wake_up_that_timed_out_is_asked_for(engine: Infer
     await engine.sleep(["kv_cache"])
     await engine.sleep(["kv_cache"])
     assert backend.asked == 5
+
+
+async def test_an_engine_that_finds_no_memory_stays_as_it_is_and_is_asked_again(engine: InferenceEngine) -> None:
+    backend = engine.parts.backend
+    assert isinstance(backend, Sleeper)
+    fails(engine, EngineOutOfMemory("sleep() ran out of memory"))
+    with pytest.raises(EngineOutOfMemory):
+        await engine.sleep(["kv_cache"])
+    assert engine.state.value == "ready"
+    fails(engine, None)
+    await engine.sleep(["kv_cache"])
+    fails(engine, EngineOutOfMemory("wake_up() ran out of memory"))
+    with pytest.raises(EngineOutOfMemory):
+        await engine.wake_up()
+    assert engine.state.value == "asleep"
+    fails(engine, None)
+    await engine.sleep(["kv_cache"])
+    await engine.wake_up()
+    assert (engine.state.value, backend.asked) == ("ready", 5)

@@ -57,6 +57,13 @@ MUTANTS = [
         UPDATES + "test_requests_of_an_engine_that_is_left_behind_end_or_move",
     ),
     Mutant(
+        "the first engine's weights are the fleet's",
+        "backend.py",
+        "if member.engine.status.weights is WeightState.CLEAN]",
+        "if member]",
+        UPDATES + "test_engines_with_committed_weights_serve_beside_one_whose_update_failed",
+    ),
+    Mutant(
         "engines go on before all have answered",
         "updates.py",
         "if freeze is not None:\n                update.drop",

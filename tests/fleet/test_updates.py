@@ -457,6 +457,32 @@ async def test_an_engine_that_was_left_frozen_goes_on_once_it_is_synced(model: P
         assert versions((await fleet.generate([[i] for i in range(4)], GREEDY)).completions) == {"two"}
 
 
+@pytest.mark.parametrize("dirty", [(0,), (0, 1), (1,), (0, 1, 2)], ids=str)
+async def test_engines_with_committed_weights_serve_beside_one_whose_update_failed(
+    model: Path, dirty: tuple[int, ...]
+) -> None:
+    engines = [local(model) for _ in range(3)]
+    for engine in engines:
+        await engine.start()
+    for number in dirty:
+        with pytest.raises(WeightTransferFailed, match="the trainer is gone"):
+            async with engines[number].weight_update(
+                WeightUpdateRequest(version="half", source=DiskSource(path=str(model)))
+            ):
+                raise WeightTransferFailed("the trainer is gone")
+    async with fleet_of(engines, model) as fleet:
+        healths = ["stale" if number in dirty else "ready" for number in range(3)]
+        assert fleet.health() == healths
+        for number, report in enumerate(fleet.members):
+            assert ("its weights are dirty" in report.why) == (number in dirty)
+        if "ready" in healths:
+            initial = engines[healths.index("ready")].get_weight_version()
+            assert fleet.get_weight_version() == initial
+            assert versions((await fleet.generate([[i] for i in range(4)], GREEDY)).completions) == {initial}
+        await pushed(fleet, "whole")
+        assert fleet.health() == ["ready"] * 3
+
+
 async def test_an_engine_that_dies_after_its_commit_does_not_count(model: Path) -> None:
     for min_engines in (1, 2):
         async with fleet_of(2, model, min_engines=min_engines) as fleet:

@@ -19,7 +19,7 @@ import pytest
 import pytest_asyncio
 from prometheus_client.parser import text_string_to_metric_families
 
-from drivetrain import EngineStartError, InferenceEngine, create_engine
+from drivetrain import EngineStartError, InferenceEngine, PauseMode, attach, create_engine
 from drivetrain_serving import Server, ServerConfig, SessionConfig
 from drivetrain_serving.front_ends.calls import FRONT_END, Caller
 from drivetrain_serving.front_ends.places import ANSWERED_BY_ANY
@@ -316,6 +316,67 @@ async def test_a_front_end_that_is_killed_is_started_again(
         assert {answer.status_code for answer in await running.in_each("/v1/completions", **FOUR)} == {200}
         assert await running.answered("/sessions/{session}/v1/chat/completions") == counted
     assert not running.front_ends()
+
+
+async def test_a_front_end_that_is_stopped_keeps_nobody_waiting(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Until it is killed, the other front-end answers, and others pause, abort and update the engine."""
+    fields = {"model": str(model), "isolation": "inline", "timeouts": {"heartbeat": 2.0}}
+    async with create_engine("transformers", **fields) as engine, two_processes(engine) as running:
+        names = [f"kept-{number}" for number in range(4)]
+        for name in names:
+            await running.client.post(f"/sessions/{name}/v1/chat/completions", json=CHAT)
+        kept = {one["session_id"] for one in (await running.each[0].get("/sessions")).json()["sessions"]}
+        path, stopped = min(running.front_ends().items())
+        asking = [
+            asyncio.create_task(running.each[0].post("/v1/completions", json={**LONG, "stream": stream}))
+            for stream in (False, True)
+        ]
+        await until_running(engine, 2)
+        stopped.suspend()
+        passed_on = asyncio.create_task(running.client.post(f"/sessions/{min(kept)}/v1/chat/completions", json=CHAT))
+        aborting = asyncio.create_task(running.client.post("/abort_requests", json={"request_ids": ["nobody's"]}))
+        for _ in range(4):
+            assert text_of(await running.client.post("/v1/completions", json=FOUR))
+        other = await attach(await engine.handle())
+        await other.pause_generation(PauseMode.WAIT)
+        await other.load_weights_from_disk(str(model), "pushed")
+        await other.continue_generation()
+        await other.teardown()
+        assert text_of(await running.client.post("/v1/completions", json=FOUR))
+        for answer in await asyncio.gather(*asking, return_exceptions=True):
+            assert isinstance(answer, httpx.TransportError)
+        assert (await passed_on).status_code == 503
+        assert (await aborting).status_code == 200
+        await until(lambda: running.front_ends().get(path) not in (None, stopped))
+        assert f"front-end 0 (process {stopped.pid}) has been stopped for 2 s" in caplog.text
+        await running.look()
+        assert {answer.status_code for answer in await running.in_each("/v1/completions", **FOUR)} == {200}
+        await until_idle(engine)
+    assert not running.front_ends()
+
+
+async def test_a_front_end_that_is_stopped_for_a_moment_goes_on(
+    served: InferenceEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with two_processes(served) as running:
+        path, stopped = min(running.front_ends().items())
+        asking = asyncio.create_task(running.each[0].post("/v1/completions", json=FOUR))
+        stopped.suspend()
+        await asyncio.sleep(1.5)
+        stopped.resume()
+        assert text_of(await asking)
+        assert running.front_ends()[path] == stopped
+        assert "has been stopped" not in caplog.text
+
+
+async def test_a_server_closes_though_a_front_end_is_stopped(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fields = {"model": str(model), "isolation": "inline", "timeouts": {"heartbeat": 1.0}}
+    async with create_engine("transformers", **fields) as engine:
+        async with two_processes(engine, shutdown_timeout=HANGING) as running:
+            _, stopped = min(running.front_ends().items())
+            stopped.suspend()
+        assert f"front-end 0 (process {stopped.pid}) has been stopped for 1 s" in caplog.text
+        assert not running.front_ends()
 
 
 async def test_front_ends_begin_before_the_engine_and_end_without_it(served: InferenceEngine) -> None:

@@ -397,6 +397,41 @@ async def test_a_pause_of_the_owner_outlives_a_holder_that_had_paused(open_engin
             await engine.continue_generation()
 
 
+async def test_a_pause_outlives_each_holder_that_shares_it_but_the_last(open_engine: OpenEngine) -> None:
+    async with open_engine() as engine:
+        handle = await engine.handle()
+        async with attached(handle) as first:
+            await first.pause_generation(PauseMode.IN_PLACE)
+            async with attached(handle) as newest:
+                await newest.pause_generation(PauseMode.IN_PLACE)
+            async with attached(handle):
+                pass  # what the newest one held is undone by then
+            assert engine.is_paused
+        await until(lambda: not engine.is_paused)
+
+
+@pytest.mark.parametrize("first", ["killed", "alive"])
+async def test_an_engine_that_others_put_to_sleep_too_is_not_left_asleep(open_engine: OpenEngine, first: str) -> None:
+    """The name of a holder that is gone goes when another one sleeps, and that one's comes when it is gone, too."""
+    async with open_engine(enable_sleep=True, timeouts={"heartbeat": 1.0}) as engine:
+        handle = await engine.handle()
+        async with attached(handle) as other:
+            async with holder(handle, SLEEPS) as process:
+                if first == "alive":
+                    await other.sleep([MemoryTag.KV_CACHE])
+                process.kill()
+                await until(lambda: not engine.is_paused)  # the process had paused, too
+            if first == "killed":
+                await until(lambda: "which is gone" in engine.describe().state)
+                await other.sleep([MemoryTag.KV_CACHE])
+            async with attached(handle):
+                pass
+            assert engine.describe().state == "asleep (kv_cache)"
+        await until(lambda: "left so by" in engine.describe().state)
+        await engine.wake_up()
+        assert engine.describe().state == "ready"
+
+
 async def _pushed(sync: WeightSync) -> None:
     """Push as soon as the update of the holder that is gone was dropped."""
     async with within(seconds=BOUND):

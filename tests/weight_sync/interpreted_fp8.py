@@ -270,7 +270,7 @@ def try_engine(
                 tensor.zero_()
         if push == 3:
             memory = HostMemory({MemoryTag.WEIGHTS: target.storages})
-            memory.sleep(frozenset({MemoryTag.WEIGHTS}))
+            memory.free(frozenset({MemoryTag.WEIGHTS}))
             memory.wake_up(frozenset({MemoryTag.WEIGHTS}))
         without_memory = mock.patch.object(fp8_layers, "like", side_effect=torch.OutOfMemoryError)
         with without_memory if push < memory_from_push else nullcontext():

@@ -15,7 +15,14 @@ import torch
 from safetensors.torch import save_file
 from tests.weight_sync.models import Model, tensors_of
 
-from drivetrain.errors import DrivetrainError, EngineInternalError, EngineStateError, InvalidRequest, WeightVerifyFailed
+from drivetrain.errors import (
+    DrivetrainError,
+    EngineInternalError,
+    EngineOutOfMemory,
+    EngineStateError,
+    InvalidRequest,
+    WeightVerifyFailed,
+)
 from drivetrain.process.worker_calls import WorkerMethods
 from drivetrain.types.modes import MemoryTag
 from drivetrain.types.weights import (
@@ -100,6 +107,34 @@ class Rank(RankWeights):
     def apply_weights(self, update: ApplyUpdate) -> WeightReply:
         (reply, *_) = self.of_ranks(lambda: self.begin_weights(update))
         return replace(reply, seconds=self.commit_weights(update).seconds)
+
+    def sleep(self, tags: frozenset[MemoryTag]) -> None:
+        self.put_to_sleep(self.memory, tags)
+
+    def wake_up(self, tags: frozenset[MemoryTag]) -> None:
+        self.awaken(self.memory, tags)
+
+    @cached_property
+    def memory(self) -> Memory:
+        return Memory()
+
+
+class Memory:
+    """Memory that may run out."""
+
+    is_scarce = False
+    is_awake = True
+
+    def keep(self, tags: frozenset[MemoryTag]) -> None:
+        if self.is_scarce:
+            raise RuntimeError("CUDA error: out of memory")
+
+    def free(self, tags: frozenset[MemoryTag]) -> None:
+        self.is_awake = False
+
+    def wake_up(self, tags: frozenset[MemoryTag]) -> None:
+        self.keep(tags)
+        self.is_awake = True
 
 
 methods = WorkerMethods(Rank.prepare_weights, Rank.prepared_weights, Rank.drop_adapter)
@@ -328,3 +363,19 @@ def test_an_expert_that_is_not_what_was_sent_is_named_with_its_rank(
         assert isinstance(answer, WeightVerifyFailed)
         assert str(answer).startswith(f"rank {holder.rank}: 1 of {len(SHAPES)} tensors")
         assert answer.tensors == (name,)
+
+
+def test_a_rank_without_memory_lets_all_ranks_stay_awake_or_asleep() -> None:
+    two, tags = Two(), frozenset({MemoryTag.WEIGHTS})
+    for scarce in two.ranks:
+        for method, remedy in (("sleep", "call sleep"), ("wake_up", "call wake_up")):
+            is_awake = method == "sleep"
+            scarce.memory.is_scarce = True
+            for answer in two.ask(method, tags):
+                assert isinstance(answer, EngineOutOfMemory)
+                assert remedy in str(answer)
+            assert [rank.memory.is_awake for rank in two.ranks] == [is_awake] * 2
+            assert [MemoryTag.WEIGHTS not in rank.asleep for rank in two.ranks] == [is_awake] * 2
+            scarce.memory.is_scarce = False
+            assert two.ask(method, tags) == [None, None]
+            assert [rank.memory.is_awake for rank in two.ranks] == [not is_awake] * 2

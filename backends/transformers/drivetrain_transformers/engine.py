@@ -321,17 +321,28 @@ class TransformersBackend(Backend):
         def give_back() -> None:
             if MemoryTag.KV_CACHE in tags:
                 runner.scheduler.free_cache()
-            if MemoryTag.WEIGHTS in tags:
-                runner.scheduler.drop_graphs()
-                weights.sleep()
-            runner.model.release_unused_memory()
+            try:
+                if MemoryTag.WEIGHTS in tags:
+                    runner.scheduler.drop_graphs()
+                    weights.sleep()
+            finally:
+                runner.model.release_unused_memory()
 
         await runner.call(give_back)
 
     async def wake_up(self, tags: frozenset[MemoryTag]) -> None:
         """Allocate the parameters' memory again; keys and values take theirs when needed."""
+        runner, weights = self.runner, self._received
+
+        def take() -> None:
+            try:
+                weights.wake_up()
+            except BaseException:
+                runner.model.release_unused_memory()  # it sleeps on, and others need the memory
+                raise
+
         if MemoryTag.WEIGHTS in tags:
-            await self.runner.call(self._received.wake_up)
+            await runner.call(take)
 
     async def reset_prefix_cache(self) -> None:
         """Forget the keys and values of ended sequences."""

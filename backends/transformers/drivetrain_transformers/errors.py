@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
+from drivetrain.backend.toolkit.out_of_memory import is_out_of_memory
 from drivetrain.errors import DrivetrainError, EngineInternalError, EngineOutOfMemory
-
-OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory")
-"""Phrases in exceptions of other types that mean that memory ran out."""
 
 
 def as_engine_error(error: BaseException) -> DrivetrainError:
@@ -14,8 +12,7 @@ def as_engine_error(error: BaseException) -> DrivetrainError:
 
     if isinstance(error, DrivetrainError):
         return error
-    words = str(error).lower()
-    if isinstance(error, torch.OutOfMemoryError | MemoryError) or any(known in words for known in OUT_OF_MEMORY):
+    if isinstance(error, torch.OutOfMemoryError) or is_out_of_memory(error):
         mapped: DrivetrainError = EngineOutOfMemory(f"{type(error).__name__}: {error}")
     else:
         mapped = EngineInternalError(f"{type(error).__name__}: {error}")

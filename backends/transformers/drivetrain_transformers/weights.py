@@ -19,6 +19,7 @@ from drivetrain.types.weights import (
 )
 from drivetrain_transformers.model import LoadedModel
 from drivetrain_weight_sync import ModuleTarget, Receiver, WeightWriter, read_weight, validate_weights
+from drivetrain_weight_sync.receiver.sleeping_memory import falling_asleep, waking_up
 from drivetrain_weight_sync.transports.process_groups import Groups
 
 
@@ -94,11 +95,21 @@ class Weights:
         self._writer.write(folder)
 
     def sleep(self) -> None:
-        """Free the memory of all tensors that an update brings; other buffers keep theirs."""
-        if self._asleep:
-            return  # an earlier sleep has ended after its deadline
-        self._writer.stop()
-        self._receiver.forget_held()
+        """Free the memory of all tensors that an update brings, once all are copied that must be kept.
+
+        Other buffers keep their memory.
+        """
+        if not self._asleep:  # else an earlier sleep has ended after its deadline
+            self._writer.stop()
+            self._receiver.forget_held()
+            with falling_asleep():
+                self._asleep = self._copied()
+        for storage, _, _ in self._asleep:
+            storage.resize_(0)
+
+    def _copied(self) -> list[tuple[torch.UntypedStorage, int, torch.Tensor | None]]:
+        """Return each storage with its size in bytes and, if it must be kept, a copy."""
+        copied = []
         tensors = [self._target.read(spec.name) for spec in self._target.manifest().tensors]
         # Several tensors may be views of one parameter, whose memory is freed once.
         for tensor in {tensor.untyped_storage()._cdata: tensor for tensor in tensors}.values():
@@ -107,8 +118,8 @@ class Weights:
             if self._keep:
                 kept = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
                 kept.copy_(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage))
-            self._asleep.append((storage, storage.nbytes(), kept))
-            storage.resize_(0)
+            copied.append((storage, storage.nbytes(), kept))
+        return copied
 
     def free(self) -> None:
         """Free all memory of the model for good, even if the module is still referenced."""
@@ -119,9 +130,18 @@ class Weights:
         self._asleep = []
 
     def wake_up(self) -> None:
-        """Allocate the weights' memory again; without a kept copy, its values are undefined."""
-        for storage, nbytes, kept in self._asleep:
-            storage.resize_(nbytes)
-            if kept is not None:
-                torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).copy_(kept)
+        """Allocate the weights' memory again; without a kept copy, its values are undefined.
+
+        If that fails, all weights sleep on.
+        """
+        try:
+            with waking_up():
+                for storage, nbytes, kept in self._asleep:
+                    storage.resize_(nbytes)
+                    if kept is not None:
+                        torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).copy_(kept)
+        except BaseException:
+            for storage, _, _ in self._asleep:
+                storage.resize_(0)
+            raise
         self._asleep = []

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from drivetrain.backend.toolkit.out_of_memory import is_out_of_memory
 from drivetrain.backend.toolkit.translation import refused_field
 from drivetrain.errors import DrivetrainError, EngineDied, EngineInternalError, EngineOutOfMemory, InvalidRequest
 
-OUT_OF_MEMORY = ("out of memory", "not enough memory", "cannot allocate memory", "no available memory")
-"""Phrases in vLLM's errors that mean that memory ran out."""
+OUT_OF_MEMORY = ("no available memory",)
+"""Phrases in vLLM's own errors that mean that memory ran out."""
 DEAD = "enginecore encountered an issue"
 """Message of vLLM's EngineDeadError; its server passes on nothing else."""
 
@@ -21,7 +22,7 @@ def as_engine_error(error: BaseException) -> DrivetrainError:
     mapped: DrivetrainError
     if type(error).__name__ == "EngineDeadError" or DEAD in words:
         mapped = EngineDied("vLLM's engine core ended")
-    elif any(known in words for known in OUT_OF_MEMORY):
+    elif is_out_of_memory(error, OUT_OF_MEMORY):
         mapped = EngineOutOfMemory(f"{type(error).__name__}: {error}")
     elif isinstance(error, ValueError) or any(kind.__name__ == "VLLMClientError" for kind in type(error).__mro__):
         field = refused_field(error)

@@ -566,17 +566,28 @@ async def many_callers_at_once(bench: Bench) -> None:
 async def _sleeps_on_without_its_holder(bench: Bench) -> None:
     """Let a holder in another process put the engine to sleep, and kill it; then wake the engine up.
 
-    Its memory may be in use by others, so it sleeps on, and its refusals say that the holder is gone.
+    Its memory may be in use by others, so it sleeps on, and its refusals say that the holder is gone. A pause that it
+    shared with others goes on.
     """
     engine = bench.engine
+    shared = PauseMode.ABORT if bench.claims(Capability.PAUSE_ABORT) else None
     async with holder_of(engine) as holder:
+        if shared is not None:
+            await engine.pause_generation(shared)
+            await holder.pause(shared)
         await holder.sleep([KV_CACHE])
         holder.kill()
         async with within("word of a holder that was killed after it put the engine to sleep", LIFTED_S):
             while "gone" not in engine.describe().state:  # noqa: ASYNC110 - the engine may be another process's
                 await asyncio.sleep(0.005)
+    if shared is not None:
+        assert engine.is_paused, "a holder that was killed ended a pause that it shared"
+        await engine.continue_generation()
     _check_asleep(engine, {KV_CACHE})
     await _requests_are_refused(bench, "asleep", "gone")
+    await engine.sleep([KV_CACHE])
+    state = engine.describe().state
+    assert "gone" not in state, f"this holder has put it to sleep too, and it is {state}"
     await engine.wake_up([KV_CACHE])
     _check_awake(engine)
 

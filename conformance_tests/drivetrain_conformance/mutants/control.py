@@ -10,7 +10,7 @@ from drivetrain.backend.base import Backend, EngineStats, GenerateRequest, Gener
 from drivetrain.engine.controller import Controller
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.engine.pause_and_sleep import PauseAndSleep
-from drivetrain.engine.states import WeightState
+from drivetrain.engine.states import EngineStatus, WeightState
 from drivetrain.types.capability import Capability
 from drivetrain.types.config import EngineConfig
 from drivetrain.types.modes import MemoryTag, PauseMode
@@ -282,7 +282,8 @@ class keeps_the_pause_of_one_gone_in_an_update(PauseAndSleep):
     """A holder that dies within a weight update leaves its pause: a dirty engine refuses to go on."""
 
     async def lift(self) -> None:
-        await self.resume()
+        self.controller.status.resume()
+        await super().lift()
 
 
 # Sleep ---------------------------------------------------------------------------------------------------------------
@@ -425,7 +426,7 @@ class resumes_when_it_wakes(PauseAndSleep):
 class wakes_up_when_a_holder_is_gone(PauseAndSleep):
     """An engine wakes up by itself when the holder is gone that put it to sleep, whoever uses the memory by then."""
 
-    def leave_asleep(self, holder: str) -> None:
+    def leave_asleep(self, tags: frozenset[MemoryTag], holder: str) -> None:
         self.controller.move_to(self.controller.status.wake(frozenset(MemoryTag)))
 
 
@@ -433,8 +434,26 @@ class wakes_up_when_a_holder_is_gone(PauseAndSleep):
 class does_not_say_who_left_it_asleep(PauseAndSleep):
     """An engine that a holder left asleep says nothing of it: nobody knows if that holder will wake it up."""
 
-    def leave_asleep(self, holder: str) -> None:
+    def leave_asleep(self, tags: frozenset[MemoryTag], holder: str) -> None:
         pass
+
+
+@mutant("sleep/many_callers_at_once", says="this holder has put it to sleep too")
+class keeps_the_name_of_a_gone_holder(PauseAndSleep):
+    """An engine that slept already names the holder that left it asleep, also when another one puts it to sleep."""
+
+    def fell_asleep(self, tags: frozenset[MemoryTag], after: EngineStatus, by: object) -> None:
+        left_by = self.controller.status.left_by
+        super().fell_asleep(tags, dataclasses.replace(after, left_by=left_by), by)
+
+
+@mutant("sleep/many_callers_at_once", says="ended a pause that it shared")
+class lifts_a_pause_that_others_share(PauseAndSleep):
+    """The pause of a holder that is gone ends, whoever has paused beside it."""
+
+    async def drop_pause_of(self, holder: object) -> None:
+        async with self.controller.controlling("continue_generation()"):
+            await self.lift()
 
 
 @mutant("sleep/weights_that_slept_are_not_served", says="assert engine.state is EngineState.DIRTY")

@@ -302,20 +302,11 @@ class HolderCalls(SharedEngine):
         for what, work in (
             ("its weight update to be broken off", self.break_off_update(f"{self.name}, which sent it, is gone")),
             ("its prepared weight update to be dropped", self.forget_weight_update()),
-            ("its pause to be lifted", self._lift_pause()),
-            ("its sleep to be noted", self._leave_asleep()),
+            ("its pause to be lifted", self.parts.pauses.drop_pause_of(self)),
+            ("its sleep to be noted", self.parts.pauses.drop_sleep_of(self, self.name)),
         ):
             try:
                 async with deadline(seconds, what):
                     await work
             except DrivetrainError as error:
                 logger.warning("%s is gone: %s", self.name, error)
-
-    async def _lift_pause(self) -> None:
-        if self.parts.pauses.paused_by is self:
-            await self.parts.pauses.lift()
-
-    async def _leave_asleep(self) -> None:
-        if self.parts.pauses.slept_by is self:
-            self.parts.pauses.leave_asleep(self.name)
-            logger.warning("%s is gone and has left the engine asleep; wake it up to use it", self.name)

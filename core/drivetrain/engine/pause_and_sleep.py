@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import asynccontextmanager, nullcontext
 from typing import ClassVar
@@ -16,6 +17,8 @@ from drivetrain.engine.validation import check_seconds
 from drivetrain.errors import DeadlineExceeded, EngineBusy, EngineInternalError, EngineStateError, InvalidRequest
 from drivetrain.types.capability import Capability
 from drivetrain.types.modes import MemoryTag, PauseMode
+
+logger = logging.getLogger("drivetrain.engine")
 
 PAUSE_CAPABILITY = {
     PauseMode.ABORT: Capability.PAUSE_ABORT,
@@ -45,10 +48,10 @@ class PauseAndSleep:
         self.in_flight = in_flight
         self._frozen = False
         """True from the backend's ``freeze`` until its ``unfreeze``."""
-        self.paused_by: object = None
-        """The holder whose pause is the newest one; None: the owner's is, or there is none."""
-        self.slept_by: object = None
-        """The holder that put memory to sleep last; None: the owner did, or all memory is awake."""
+        self._paused_by: set[object] = set()
+        """Everyone who has paused the engine and not let it go on, by holder; None stands for the owner."""
+        self._slept_by: dict[MemoryTag, set[object]] = {}
+        """Everyone who has put each kind of sleeping memory to sleep, by holder; None stands for the owner."""
         self._unsure: frozenset[MemoryTag] = frozenset()
         """Memory whose newest sleep or wake-up did not succeed: it may be asleep, awake or on its way."""
 
@@ -71,7 +74,7 @@ class PauseAndSleep:
             except BaseException:
                 await to_its_end(self._go_on(before))
                 raise
-            self.paused_by = by
+            self._paused_by.add(by)
 
     async def resume(self) -> None:
         """Let frozen and waiting requests go on."""
@@ -79,18 +82,25 @@ class PauseAndSleep:
         async with self.controller.controlling("continue_generation()"):
             await to_its_end(self._go_on(self.controller.status.resume()))
 
-    async def lift(self) -> None:
-        """Drop the pause of a holder that is gone. If weights are dirty, requests stay frozen until the next update."""
+    async def drop_pause_of(self, holder: object) -> None:
+        """Drop the pause of a holder that is gone; the engine stays paused for those who paused it too."""
+        if holder not in self._paused_by:
+            return
         async with self.controller.controlling("continue_generation()"):
-            await to_its_end(self._go_on(self.controller.status.lift_pause()))
+            self._paused_by.discard(holder)
+            if not self._paused_by:  # also if somebody let the engine go on meanwhile: lifting no pause changes nothing
+                await self.lift()
+
+    async def lift(self) -> None:
+        """End the pause, in a change of state. If weights are dirty, requests stay frozen until the next update."""
+        await to_its_end(self._go_on(self.controller.status.lift_pause()))
 
     async def _go_on(self, after: EngineStatus) -> None:
         """Take the next status, and unfreeze requests unless it keeps them frozen."""
         await self.unfreeze_if_free(after)
         if after.paused is None:
-            self.paused_by = None
-        if not after.asleep:
-            self.slept_by = None
+            self._paused_by.clear()
+        self._slept_by = {tag: holders for tag, holders in self._slept_by.items() if tag in after.asleep}
         self.controller.move_to(after)
 
     async def quiesce(self, mode: PauseMode, seconds: float) -> None:
@@ -162,28 +172,47 @@ class PauseAndSleep:
                 await self.clear_for_sleep(abort_first, drain_timeout)
                 after = controller.status.sleep(chosen, keeps_weights=keeps)
                 awake = (chosen - controller.status.asleep) | (chosen & self._unsure)
-                await to_its_end(self._fall_asleep(awake, after, seconds, by))
+                await to_its_end(self._fall_asleep(chosen, awake, after, seconds, by))
 
-    async def _fall_asleep(self, awake: frozenset[MemoryTag], after: EngineStatus, seconds: float, by: object) -> None:
+    async def _fall_asleep(
+        self,
+        chosen: frozenset[MemoryTag],
+        awake: frozenset[MemoryTag],
+        after: EngineStatus,
+        seconds: float,
+        by: object,
+    ) -> None:
         try:
             if awake:
                 async with self._changing(awake), deadline(seconds, "the engine to fall asleep"):
                     await self.backend.sleep(awake)
         except DeadlineExceeded:
             if self.sleeps_late:
-                self._sleeps(awake, after, by)
+                self.fell_asleep(chosen, after, by)
             raise
-        self._sleeps(awake, after, by)
+        self.fell_asleep(chosen, after, by)
 
-    def _sleeps(self, awake: frozenset[MemoryTag], after: EngineStatus, by: object) -> None:
-        if awake:
-            self.slept_by = by
+    def fell_asleep(self, tags: frozenset[MemoryTag], after: EngineStatus, by: object) -> None:
+        """Take the next status, and note who wants these kinds of memory to sleep, whether they slept before or not."""
+        for tag in tags:
+            self._slept_by.setdefault(tag, set()).add(by)
         self.controller.move_to(after)
 
-    def leave_asleep(self, holder: str) -> None:
-        """Note that the holder is gone that put memory to sleep, which stays asleep: see :class:`EngineStatus`."""
-        self.slept_by = None
-        self.controller.move_to(self.controller.status.leave_asleep(holder))
+    async def drop_sleep_of(self, holder: object, name: str) -> None:
+        """Forget a holder that is gone; memory that it alone had put to sleep stays asleep, and is left so by it."""
+        if not any(holder in holders for holders in self._slept_by.values()):
+            return
+        async with self.controller.controlling("sleep()"):
+            slept = {tag for tag, holders in self._slept_by.items() if holder in holders}
+            for tag in slept:
+                self._slept_by[tag].discard(holder)
+            if left := frozenset(tag for tag in slept if not self._slept_by[tag]):
+                self.leave_asleep(left, name)
+
+    def leave_asleep(self, tags: frozenset[MemoryTag], holder: str) -> None:
+        """Note which memory sleeps though its holder is gone: see :class:`EngineStatus`."""
+        self.controller.move_to(self.controller.status.leave_asleep(tags, holder))
+        logger.warning("%s is gone and has left the engine asleep; wake it up to use it", holder)
 
     async def clear_for_sleep(self, abort_first: bool, drain_timeout: float) -> None:
         """Abort or await the requests in flight; retracted ones hold no cache and may stay.

@@ -231,6 +231,7 @@ class RequestsInFlight:
 
     def _left(self, sample: Sample) -> None:
         self._in_backend.pop(sample.request.request_id, None)
+        sample.task = None  # a cancelled task refers to its frames, and these to the sample: no cycle may be left
         if not self._in_backend:
             self._drained.set()
 

@@ -65,8 +65,8 @@ class EngineStatus:
     """True if the engine failed because it died; False if it did not start, or could not sleep or wake up."""
     updates: int = 0
     """How many weight updates were committed."""
-    left_by: str = ""
-    """The holder that put the engine to sleep, once it is gone; otherwise empty."""
+    left_by: tuple[tuple[MemoryTag, str], ...] = ()
+    """Memory that sleeps though every holder that put it to sleep is gone, each kind with the last of these holders."""
 
     @property
     def state(self) -> EngineState:
@@ -86,12 +86,21 @@ class EngineStatus:
         state = self.state
         if state is EngineState.ASLEEP:
             tags = ", ".join(sorted(tag.value for tag in self.asleep))
-            left = f", left so by {self.left_by}, which is gone" if self.left_by else ""
-            return f"{state.value} ({tags})" + (", weights dirty" if self.weights is WeightState.DIRTY else "") + left
+            dirty = ", weights dirty" if self.weights is WeightState.DIRTY else ""
+            return f"{state.value} ({tags}){dirty}{self._left()}"
         if state in (EngineState.DIRTY, EngineState.FAILED) and self.why:
             return f"{state.value} ({self.why})"
         value: str = state.value
         return value
+
+    def _left(self) -> str:
+        """Name the holders that are gone and have left memory asleep; empty if there are none."""
+        words = ""
+        for holder in dict.fromkeys(holder for _, holder in self.left_by):
+            tags = frozenset(tag for tag, by in self.left_by if by == holder)
+            which = "" if tags == self.asleep else " and ".join(sorted(tag.value for tag in tags)) + " "
+            words += f", {which}left so by {holder}, which is gone"
+        return words
 
     # What may be asked -------------------------------------------------------------------------------------------
 
@@ -179,8 +188,7 @@ class EngineStatus:
         """→ ASLEEP with ``tags`` added; idempotent. Weights that are not kept become DIRTY."""
         self.require_open("sleep()")
         self._not_updating("sleep()")
-        left_by = "" if tags - self.asleep else self.left_by
-        status = replace(self, asleep=self.asleep | tags, left_by=left_by)
+        status = replace(self, asleep=self.asleep | tags, left_by=self._left_without(tags))
         if MemoryTag.WEIGHTS in tags - self.asleep and not keeps_weights:
             status = replace(status, weights=WeightState.DIRTY, why="the weights slept and were not kept")
         return status
@@ -189,15 +197,18 @@ class EngineStatus:
         """ASLEEP → fewer tags asleep; idempotent."""
         self.require_open("wake_up()")
         self._not_updating("wake_up()")
-        left = self.asleep - tags
-        return replace(self, asleep=left, left_by=self.left_by if left else "")
+        return replace(self, asleep=self.asleep - tags, left_by=self._left_without(tags))
 
-    def leave_asleep(self, holder: str) -> EngineStatus:
-        """Note that the holder which put the engine to sleep is gone. The engine sleeps until ``wake_up`` is called.
+    def leave_asleep(self, tags: frozenset[MemoryTag], holder: str) -> EngineStatus:
+        """Note that the holder which put ``tags`` to sleep is gone. They sleep until ``wake_up`` is called.
 
         The memory may be in use by others, and weights that were not kept would not be served.
         """
-        return replace(self, left_by=holder) if self.asleep else self
+        left = sorted(tags & self.asleep, key=lambda tag: tag.value)
+        return replace(self, left_by=(*self._left_without(tags), *((tag, holder) for tag in left)))
+
+    def _left_without(self, tags: frozenset[MemoryTag]) -> tuple[tuple[MemoryTag, str], ...]:
+        return tuple((tag, holder) for tag, holder in self.left_by if tag not in tags)
 
     def require_updatable(self) -> None:
         """Raise unless a weight update may begin."""

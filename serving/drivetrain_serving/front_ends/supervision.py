@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final, cast
 
 import msgspec
+import psutil
 from starlette.applications import Starlette
 
 from drivetrain.backend.toolkit.deadlines import deadline
@@ -45,8 +46,15 @@ _STEADY_S: Final = 60.0
 """A front-end that lived for so many seconds is started again without a long pause."""
 
 
+_LOOK_S: Final = 0.5
+"""Seconds between looks at whether a front-end is stopped."""
+
+
 class FrontEnds(OtherProcesses):
-    """All front-ends of a server, and the application to which they pass requests on. Restarts one that ends.
+    """All front-ends of a server, and the application to which they pass requests on.
+
+    It starts one that ends again, and kills one that is stopped for as long as the engine waits for a sign of life: the
+    engine has given up its requests by then.
 
     Args:
         config: The server's configuration.
@@ -85,9 +93,9 @@ class FrontEnds(OtherProcesses):
         await self._serving.start()
         handle = await served.engine.handle()
         settings = [self._settings(index, handle) for index in range(self.places.count)]
-        owner = _Owner(served)
+        owner, patience = _Owner(served), served.engine.config.timeouts.heartbeat
         await gather_or_cancel(
-            one.start(msgspec.json.encode(its), owner) for one, its in zip(self._each, settings, strict=True)
+            one.start(msgspec.json.encode(its), owner, patience) for one, its in zip(self._each, settings, strict=True)
         )
         self._running = [asyncio.ensure_future(one.keep_running()) for one in self._each]
         served.others = self
@@ -167,10 +175,13 @@ class _FrontEnd:
         self._port = port
         self._settings = b""
         self._owner: OwnerCalls | None = None
+        self._patience = 0.0
         self._process: asyncio.subprocess.Process | None = None
         self._waiting: tuple[socket.socket, socket.socket] | None = None
         """Sockets of a process that has begun and that waits to be told its part."""
         self._caller: Caller | None = None
+        self._watching: asyncio.Task[None] | None = None
+        """Looks at whether the process is stopped, as long as it runs."""
         self._before = Counted()
         """Numbers of the processes that have ended, as they last told them."""
         self._told = Counted()
@@ -193,16 +204,23 @@ class _FrontEnd:
         called_there.close()
         calling_there.close()
 
-    async def start(self, settings: bytes, owner: OwnerCalls) -> None:
+    async def start(self, settings: bytes, owner: OwnerCalls, patience: float) -> None:
         """Let the process serve, and wait until it does.
+
+        Args:
+            settings: Its part of the server.
+            owner: Answers its calls.
+            patience: Seconds for which it may be stopped; then it is killed.
 
         Raises:
             EngineStartError: it ended, or took too long.
         """
-        self._settings, self._owner = settings, owner
+        self._settings, self._owner, self._patience = settings, owner, patience
         if self._waiting is None:
             await self.begin()
         assert self._waiting is not None
+        assert self._process is not None
+        self._watching = asyncio.ensure_future(self._kill_if_stopped(self._process))
         called, calling = self._waiting
         self._waiting = None
         self._caller = await Caller.over(called, FRONT_END, f"front-end {self._index}")
@@ -240,11 +258,27 @@ class _FrontEnd:
             began = time.monotonic()
             assert self._owner is not None
             try:
-                await self.start(self._settings, self._owner)
+                await self.start(self._settings, self._owner, self._patience)
             except DrivetrainError as error:
                 _LOGGER.error("%s", error)
 
+    async def _kill_if_stopped(self, process: asyncio.subprocess.Process) -> None:
+        """Kill a process that is stopped, and so keeps its clients and other front-ends waiting."""
+        stopped = 0.0
+        with suppress(psutil.NoSuchProcess):  # it has ended
+            looked_at = psutil.Process(process.pid)
+            while stopped <= self._patience:
+                await asyncio.sleep(_LOOK_S)
+                # Looks are counted, and not the time: this process may have been stopped, too.
+                stopped = stopped + _LOOK_S if looked_at.status() == psutil.STATUS_STOPPED else 0.0
+            _LOGGER.error(
+                "front-end %d (process %d) has been stopped for %g s (timeouts.heartbeat of the engine) and is killed",
+                *(self._index, process.pid, self._patience),
+            )
+            looked_at.kill()
+
     def _forget(self) -> None:
+        self._watch_no_more()
         if self._caller is not None:
             self._caller.close()
             self._caller = None
@@ -290,6 +324,7 @@ class _FrontEnd:
                 one.close()
             self._waiting = None
             self._kill()  # it holds nothing yet
+        self._watch_no_more()
         if self._process is None:
             return
         if self._caller is not None:
@@ -302,6 +337,11 @@ class _FrontEnd:
             _LOGGER.warning("front-end %d did not end within %g s and is killed", self._index, _END_S)
             self._kill()
             await self._process.wait()
+
+    def _watch_no_more(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+            self._watching = None
 
     def _kill(self) -> None:
         if self._process is not None:

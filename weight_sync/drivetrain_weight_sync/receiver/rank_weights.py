@@ -37,6 +37,7 @@ from drivetrain_weight_sync.receiver.plain_adapters import plain_tensors
 from drivetrain_weight_sync.receiver.received_adapters import receive_adapter
 from drivetrain_weight_sync.receiver.receiver import Receiver
 from drivetrain_weight_sync.receiver.saving import WeightWriter
+from drivetrain_weight_sync.receiver.sleeping_memory import SleepingMemory, falling_asleep, waking_up
 from drivetrain_weight_sync.receiver.weight_inspection import merged, require_tensor, tensor_data, validate_weights
 from drivetrain_weight_sync.tracing.derived_tensors import AfterLoading, Derived, casts_of_weights
 from drivetrain_weight_sync.tracing.quantised_parts import QuantisedParts
@@ -182,6 +183,31 @@ class RankWeights(ABC):
                 "the memory of the weights was given back by sleep; call wake_up(tags=[MemoryTag.WEIGHTS]) first",
                 state="asleep",
             )
+
+    def put_to_sleep(self, memory: SleepingMemory, tags: frozenset[MemoryTag]) -> None:
+        """Free memory on all ranks, once all have copied what must be kept; if one cannot, none frees any.
+
+        Raises:
+            EngineOutOfMemory: A rank found no memory for its copies; all ranks are awake.
+        """
+        with falling_asleep():
+            self.of_ranks(lambda: memory.keep(tags))
+        memory.free(tags)
+        self.asleep |= tags
+
+    def awaken(self, memory: SleepingMemory, tags: frozenset[MemoryTag]) -> None:
+        """Allocate memory again on all ranks; if one cannot, all sleep on.
+
+        Raises:
+            EngineOutOfMemory: A rank found no memory; all ranks are asleep.
+        """
+        try:
+            with waking_up():
+                self.of_ranks(lambda: memory.wake_up(tags))
+        except FailedElsewhere:
+            memory.free(tags)
+            raise
+        self.asleep -= tags
 
     def gpus(self) -> list[str]:
         """Return UUIDs of the GPUs that hold the weights, by rank; empty on a CPU."""

@@ -306,8 +306,7 @@ class Worker(RankWeights):
                 return
             if MemoryTag.KV_CACHE in tags:
                 self._scheduler.flush_cache()
-        self._memory.sleep(tags)
-        self.asleep |= tags
+        self.put_to_sleep(self._memory, tags)
 
     def wake_up(self, tags: frozenset[MemoryTag]) -> None:
         """Take memory again."""
@@ -316,9 +315,9 @@ class Worker(RankWeights):
         if self._memory is None:
             if names := sorted(tag.value for tag in tags & self.asleep):
                 self._dispatch(ResumeMemoryOccupationReqInput(tags=names))
+            self.asleep -= tags
         else:
-            self._memory.wake_up(tags)
-        self.asleep -= tags
+            self.awaken(self._memory, tags)
 
     def reset_prefix_cache(self) -> None:
         """Free the cached prefixes if no running request holds any; only running requests can match them any more."""

@@ -33,6 +33,7 @@ class DeviceMemory:
         """Ranges of each tag that must be kept."""
         self._saved: dict[MemoryTag, list[torch.Tensor]] = {}
         """Saved contents of these ranges, while they are asleep."""
+        self._asleep: frozenset[MemoryTag] = frozenset()
 
     def _ranges_beside(self, tag: MemoryTag, storages: Iterable[torch.UntypedStorage]) -> list[tuple[int, int]]:
         held = [(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages]
@@ -47,34 +48,53 @@ class DeviceMemory:
             for begin, end in gaps(begin, end, held)
         ]
 
-    def sleep(self, tags: frozenset[MemoryTag]) -> None:
-        """Free the memory of these tags."""
-        from vllm.device_allocator.cumem import unmap_and_release
-
+    def keep(self, tags: frozenset[MemoryTag]) -> None:
+        """Copy what must be kept of these tags to the host, for tags that are awake."""
         torch.cuda.synchronize()
-        for tag in tags - self._saved.keys():  # memory that sleeps cannot be read again
-            if not (tag is MemoryTag.WEIGHTS and self._keeps_weights):
+        for tag in tags - self._asleep:  # memory that sleeps cannot be read again
+            if tag is MemoryTag.WEIGHTS and self._keeps_weights:
+                for pointer, allocation in self._of(frozenset({tag}), asleep=False):
+                    self._copy_weights(pointer, allocation, wakes=False)
+            else:
                 self._saved[tag] = [_read(begin, end) for begin, end in self._beside[tag]]
-        for pointer, allocation in self._of(tags, asleep=False):
-            if allocation.tag == MemoryTag.WEIGHTS.value and self._keeps_weights:
-                self._copy_weights(pointer, allocation, wakes=False)
-            unmap_and_release(allocation.handle)
-            allocation.is_asleep = True
+
+    def free(self, tags: frozenset[MemoryTag]) -> None:
+        """Free the memory of these tags."""
+        self._release([allocation for _, allocation in self._of(tags, asleep=False)])
+        self._asleep |= tags
         torch.cuda.synchronize()
 
     def wake_up(self, tags: frozenset[MemoryTag]) -> None:
-        """Allocate the memory of these tags again; after a failure, a later call allocates the rest."""
+        """Allocate the memory of these tags again and fill it with what was kept; if that fails, free it again."""
         from vllm.device_allocator.cumem import create_and_map
 
-        for pointer, allocation in self._of(tags, asleep=True):
-            create_and_map(allocation.handle)
-            allocation.is_asleep = False
-            if allocation.tag == MemoryTag.WEIGHTS.value and self._keeps_weights:
-                self._copy_weights(pointer, allocation, wakes=True)
-        for tag in tags & self._saved.keys():
-            for (begin, _), saved in zip(self._beside[tag], self._saved.pop(tag), strict=True):
-                _copy(begin, saved.data_ptr(), saved.nbytes)
-        torch.cuda.synchronize()
+        waking, taken = self._of(tags, asleep=True), []
+        try:
+            for _, allocation in waking:
+                create_and_map(allocation.handle)
+                allocation.is_asleep = False
+                taken.append(allocation)
+            for pointer, allocation in waking:
+                if allocation.tag == MemoryTag.WEIGHTS.value and self._keeps_weights:
+                    self._copy_weights(pointer, allocation, wakes=True)
+            for tag in tags & self._asleep & self._saved.keys():
+                for (begin, _), saved in zip(self._beside[tag], self._saved[tag], strict=True):
+                    _copy(begin, saved.data_ptr(), saved.nbytes)
+            torch.cuda.synchronize()
+        except BaseException:
+            self._release(taken)
+            raise
+        for tag in tags:
+            self._saved.pop(tag, None)
+        self._asleep -= tags
+
+    @staticmethod
+    def _release(allocations: Iterable[Any]) -> None:
+        from vllm.device_allocator.cumem import unmap_and_release
+
+        for allocation in allocations:
+            unmap_and_release(allocation.handle)
+            allocation.is_asleep = True
 
     def _of(self, tags: frozenset[MemoryTag], *, asleep: bool) -> list[tuple[int, Any]]:
         return [

@@ -171,13 +171,11 @@ class Worker(RankWeights):
         if MemoryTag.WEIGHTS in tags:
             self.receiver.forget_held()  # creates the receiver if needed, since tracing the loader needs the weights
             self.writer.stop()
-        self._memory.sleep(tags)
-        self.asleep |= tags
+        self.put_to_sleep(self._memory, tags)
 
     def wake_up(self, tags: frozenset[MemoryTag]) -> None:
         """Take memory again."""
-        self._memory.wake_up(tags)
-        self.asleep -= tags
+        self.awaken(self._memory, tags)
 
 
 OF_WORKERS = (

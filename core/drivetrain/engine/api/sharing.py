@@ -26,7 +26,8 @@ class SharingCalls(Page):
 
         An engine keeps its owner, this process: when it ends or calls ``teardown``, the engine ends for every holder.
         When a holder ends or freezes, its requests are aborted, its prepared weight update is dropped, and its pause is
-        lifted. Memory that it put to sleep stays asleep, and refusals say that it is gone; any holder can wake it up.
+        lifted unless others have paused too. Memory that it put to sleep stays asleep, and refusals say that it is
+        gone; any holder can wake it up.
 
         Args:
             listen: None: a Unix socket that only this user can open; or ``HOST:PORT``, for other machines.
