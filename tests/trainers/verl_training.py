@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import signal
 import subprocess
@@ -16,6 +15,7 @@ import pytest
 from drivetrain.testing import tiny_model
 
 EXAMPLE = Path(__file__).parents[2] / "examples/verl_grpo.py"
+REWARD = Path(__file__).parents[1] / "helpers/verl_reward.py"
 STEPS = 8
 _spec = importlib.util.spec_from_file_location("verl_grpo", EXAMPLE)
 assert _spec is not None
@@ -42,8 +42,7 @@ def train(folder: Path, *options: str) -> tuple[int, str]:
 
 
 def metrics(folder: Path) -> dict[int, dict[str, float]]:
-    logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line["data"] for line in logged if "critic/score/mean" in line["data"]}
+    return dict(verl_grpo.steps(folder))
 
 
 @pytest.mark.parametrize(
@@ -53,9 +52,10 @@ def metrics(folder: Path) -> dict[int, dict[str, float]]:
         (["--trainer", "sync"], 0),
         (["--trainer", "colocate_async"], 1),
         (["--trainer", "separate_async"], 2),
+        (["--trainer", "fully_async"], 0),
         (["--trainer", "sync", "--lora", "--ranks", "2"], 0),
     ],
-    ids=["v0", "sync", "colocate_async", "separate_async", "two-ranks-lora"],
+    ids=["v0", "sync", "colocate_async", "separate_async", "fully_async", "two-ranks-lora"],
 )
 def test_it_trains_on_tokens_of_the_weights_that_it_has_just_pushed(
     options: list[str], behind: int, tmp_path: Path
@@ -71,6 +71,22 @@ def test_it_trains_on_tokens_of_the_weights_that_it_has_just_pushed(
             assert logged["training/rollout_probs_diff_mean"] < (1e-3 if "--lora" not in options else 1e-2)
     scores = [logged["critic/score/mean"] for logged in steps.values()]
     assert mean(scores[-2:]) > mean(scores[:2]) + 0.05
+
+
+def test_one_step_off_trains_on_tokens_of_the_weights_before(tmp_path: Path) -> None:
+    """The weights change at odd steps alone: there, the policy is still the one that sampled the tokens."""
+    actor = "actor_rollout_ref.actor.optim"
+    resting = [f"reward.custom_reward_function.path={REWARD}", "reward.custom_reward_function.name=score_at_odd_steps"]
+    resting += [f"{actor}.betas=[0.0,0.0]", f"{actor}.weight_decay=0"]
+    _, output = train(tmp_path, "--trainer", "one_step_off", *resting)
+    assert (tmp_path / "metrics.jsonl").exists(), output
+    steps = metrics(tmp_path)
+    assert sorted(steps) == list(range(1, STEPS + 1))
+    for step, logged in steps.items():
+        assert verl_grpo.versions(tmp_path, step, logged) == (step - 1, step - 1)
+        difference = logged["training/rollout_probs_diff_mean"]
+        assert difference < 1e-5 if step % 2 else difference > 1e-4
+    assert steps[STEPS - 1]["critic/score/mean"] > steps[1]["critic/score/mean"] + 0.05
 
 
 def distilling(teacher: Path, loss: str) -> list[str]:
