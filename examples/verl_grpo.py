@@ -44,7 +44,7 @@ def compute_score(
         data_source: Not used.
         solution_str: The response.
         ground_truth: Not used.
-        extra_info: What verl knows of the row and its response.
+        extra_info: Facts about the row and its response.
         folder: Where to write the result, in a file for each step of ``ROWS`` rows; None: nowhere.
     """
     score = sum("a" <= letter <= "z" for letter in solution_str) / TOKENS
