@@ -33,6 +33,8 @@ EXPERIMENTAL = {
 """verl's experimental trainers, whose engines have GPUs of their own."""
 TOLERANCE = 1e-3
 """Largest mean difference between probabilities of engine and trainer, both in float32."""
+LORA_TOLERANCE = 1e-2
+"""The same with merged adapters, whose weights verl rounds to bfloat16."""
 
 
 def compute_score(
@@ -234,8 +236,9 @@ def main(given: argparse.Namespace) -> None:
         shutil.rmtree(work, ignore_errors=True)
     if mean(rewards[-3:]) < rewards[0] + 0.3:
         raise SystemExit(f"the reward went from {rewards[0]:.3f} to {rewards[-1]:.3f}; expected a rise by 0.3")
-    if gap > TOLERANCE:
-        raise SystemExit(f"the probabilities of engine and trainer differ by {gap:.1e}; expected {TOLERANCE:g} at most")
+    tolerance = LORA_TOLERANCE if given.lora else TOLERANCE
+    if gap > tolerance:
+        raise SystemExit(f"the probabilities of engine and trainer differ by {gap:.1e}; expected {tolerance:g} at most")
 
 
 def parser() -> argparse.ArgumentParser:
