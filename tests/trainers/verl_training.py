@@ -7,15 +7,22 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from statistics import mean
 
+import psutil
 import pytest
 
+from drivetrain.process.process_tree import runs
 from drivetrain.testing import tiny_model
 
 EXAMPLE = Path(__file__).parents[2] / "examples/verl_grpo.py"
 REWARD = Path(__file__).parents[1] / "helpers/verl_reward.py"
+MARK = "DRIVETRAIN_TEST_OF_VERL"
+"""Environment variable of all processes of a run, with its folder."""
+HANGING = 120.0
+"""Seconds after which processes count as left behind, on a machine however busy."""
 STEPS = 8
 _spec = importlib.util.spec_from_file_location("verl_grpo", EXAMPLE)
 assert _spec is not None
@@ -25,20 +32,33 @@ _spec.loader.exec_module(verl_grpo)
 
 
 def train(folder: Path, *options: str) -> tuple[int, str]:
-    """Run the example; return its exit status and its output."""
+    """Run the example, and require that none of its processes is left; return its exit status and its output."""
     command = [sys.executable, str(EXAMPLE), "--steps", str(STEPS), "--keep", str(folder)]
     command += ["--backend", os.environ.get("BACKEND", "transformers")]
     if "ENGINE_PYTHON" in os.environ:
         command += ["--python", os.environ["ENGINE_PYTHON"]]
     output = folder / "output.txt"
     with output.open("w") as log:
-        process = subprocess.Popen([*command, *options], stdout=log, stderr=log, start_new_session=True)
+        process = subprocess.Popen(
+            [*command, *options], stdout=log, stderr=log, start_new_session=True, env={**os.environ, MARK: str(folder)}
+        )
         try:
             status = process.wait(timeout=1800)
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)  # verl too; Ray's processes end with it
+    ends = time.monotonic() + HANGING
+    while left := [one for one in psutil.process_iter() if of_this_run(one, folder)]:
+        assert time.monotonic() < ends, f"verl has ended, and of the run these are left: {left}"
+        time.sleep(0.5)
     return status, output.read_text()
+
+
+def of_this_run(process: psutil.Process, folder: Path) -> bool:
+    try:
+        return process.environ().get(MARK) == str(folder) and runs(process)
+    except psutil.Error:
+        return False  # ended meanwhile, or owned by another user
 
 
 def metrics(folder: Path) -> dict[int, dict[str, float]]:
