@@ -109,6 +109,18 @@ def test_one_step_off_trains_on_tokens_of_the_weights_before(tmp_path: Path) -> 
     assert steps[STEPS - 1]["critic/score/mean"] > steps[1]["critic/score/mean"] + 0.05
 
 
+def test_with_full_determinism_two_runs_roll_out_the_same(tmp_path: Path) -> None:
+    seen = []
+    for name in ("first", "second"):
+        folder = tmp_path / name
+        folder.mkdir()
+        _, output = train(folder, "--trainer", "v0", "--steps", "2", "actor_rollout_ref.rollout.full_determinism=true")
+        assert (folder / "rollouts").exists(), output
+        seen.append({file.name: file.read_text() for file in (folder / "rollouts").iterdir()})
+    assert sorted(seen[0]) == ["1.jsonl", "2.jsonl"]
+    assert seen[0] == seen[1]
+
+
 def distilling(teacher: Path, loss: str) -> list[str]:
     """Return settings by which verl trains on the logprobs of a teacher alone, which an engine of BACKEND serves."""
     one = "distillation.teacher_models.teacher_model"
