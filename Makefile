@@ -286,9 +286,9 @@ $(GYMS_READY):
 	@rm -f .venvs/gyms/.ready-* && touch $@
 
 # Its sender of weights needs a GPU and vLLM; its loop of rollouts needs neither.
-test-trl-teacher: $(READY) $(TRL_READY) ## TRL's own distillation loop with drivetrain serve as its student and its teacher, and its AsyncGRPOTrainer
+test-trl-teacher: environment-$(BACKEND) $(READY) $(TRL_READY) ## TRL's own distillation loop with BACKEND in drivetrain serve as its student and its teacher, and its AsyncGRPOTrainer
 	@.venvs/trl/bin/python -m pip install --quiet --disable-pip-version-check aiohttp requests
-	@PROJECT_PYTHON=$(abspath $(BIN)/python) PYTHONPATH=tests/helpers $(IN_TRL) -m pytest -q -c /dev/null \
+	@$(addprefix BACKEND=$(BACKEND) ENGINE_PYTHON=,$(ENGINE_PYTHON)) $(ENGINE_ENV) PROJECT_PYTHON=$(abspath $(BIN)/python) PYTHONPATH=tests/helpers $(IN_TRL) -m pytest -q -c /dev/null \
 		--rootdir tests/trainers --confcutdir tests/trainers -p no:cacheprovider tests/trainers/trl_distillation.py \
 		tests/trainers/trl_async_server.py $(ARGS)
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
+import pytest
 
-from drivetrain.process.process_tree import kill_family, shared_memory_of
+from drivetrain.process.process_tree import MARK, SCRATCH, kill_family, runs, shared_memory_of
+
+HANGING = 60.0
+"""Seconds after which a test counts as hanging, on a machine however busy."""
 
 _HOLDS_A_SEMAPHORE = """
 import multiprocessing, time
@@ -79,3 +86,49 @@ def test_memory_that_nobody_uses_any_more_is_removed_whatever_its_name() -> None
             assert (Path("/dev/shm") / name).exists(), "another process uses it"
             kill_family(other.pid, "no mark")
     assert not (Path("/dev/shm") / name).exists()
+
+
+_HAS_A_CORE_WITH_A_WORKER = """
+import os, time
+from drivetrain.process.process_tree import end_with
+host = os.getpid()
+if core := os.fork():
+    os.waitpid(core, 0)
+elif worker := os.fork():
+    print(os.getpid(), worker, flush=True)
+    end_with(host)
+else:
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_a_core_whose_host_was_killed_alone_ends_the_rest_of_it(marked: bool, tmp_path: Path) -> None:
+    """Without a mark the session is not the host's own, and only the core ends."""
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    marks = {MARK: "a host of this test", SCRATCH: str(scratch)} if marked else {}
+    with subprocess.Popen(
+        [sys.executable, "-c", _HAS_A_CORE_WITH_A_WORKER],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, **marks},
+    ) as host:
+        assert host.stdout is not None
+        core, worker = (psutil.Process(int(pid)) for pid in host.stdout.readline().split())
+        assert runs(core)
+        host.kill()
+        host.wait()
+        until(lambda: not runs(core))
+        assert runs(worker) is not marked
+        assert scratch.exists() is not marked
+        if not marked:
+            worker.kill()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    ends = time.monotonic() + HANGING
+    while not condition():
+        assert time.monotonic() < ends
+        time.sleep(0.01)

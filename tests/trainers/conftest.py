@@ -30,6 +30,11 @@ def _in_the_project(*arguments: str) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
+ENGINE = ["--backend", "transformers"]
+if "ENGINE_PYTHON" in os.environ:
+    ENGINE = ["--backend", os.environ["BACKEND"], "--set", f"python={os.environ['ENGINE_PYTHON']}"]
+
+
 @pytest.fixture(scope="session")
 def in_the_project() -> Callable[..., AbstractContextManager[subprocess.Popen[str]]]:
     """Run Python of the project's environment with these arguments, until the context ends."""
@@ -64,7 +69,7 @@ def serve(model: Path, score: Score) -> Callable[..., AbstractContextManager[str
 
     @contextmanager
     def served(*options: str) -> Iterator[str]:
-        arguments = ["-m", "drivetrain", "serve", "--backend", "transformers", "--model", str(model), *options]
+        arguments = ["-m", "drivetrain", "serve", *ENGINE, "--model", str(model), *options]
         with _in_the_project(*arguments, "--served-model-name", "policy", "--port", "0") as process:
             assert process.stdout is not None
             said = process.stdout.readline()

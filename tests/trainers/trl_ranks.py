@@ -81,9 +81,11 @@ def test_two_ranks_train_with_one_fleet(tmp_path: Path) -> None:
     require_trained(run(tmp_path, fleet=2, share=True, steps=STEPS), "rollout_func")
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("through", ["rollout_func", "use_vllm"])
-def test_two_ranks_push_the_shards_of_a_policy_that_fsdp2_splits(through: str, tmp_path: Path) -> None:
-    require_trained(run(tmp_path, through=through, share=True, fsdp=True, steps=STEPS), through, "FSDP")
+def test_two_ranks_push_the_shards_of_a_policy_that_fsdp2_splits(through: str, backend: str, tmp_path: Path) -> None:
+    seen = run(tmp_path, through=through, backend=backend, share=True, fsdp=True, steps=STEPS)
+    require_trained(seen, through, "FSDP")
 
 
 def test_shards_that_are_refused_on_one_rank_end_the_rollout_on_both(tmp_path: Path) -> None:

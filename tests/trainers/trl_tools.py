@@ -13,7 +13,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.chat_template_utils import qwen3_chat_template
 
 from drivetrain_trainers.trl import generation
-from tiny_grpo import engine_of, folder, letters, policy
+from tiny_grpo import BACKENDS, engine_of, folder, letters, policy
 
 
 def add(a: int, b: int) -> int:
@@ -26,7 +26,8 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
-def test_the_turn_after_a_tool_comes_from_the_engine_with_its_logprobs() -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_turn_after_a_tool_comes_from_the_engine_with_its_logprobs(backend: str) -> None:
     """The policy has random weights and calls no tool by itself, so its first turn is given."""
     tokenizer = AutoTokenizer.from_pretrained(folder())
     tokenizer.chat_template = qwen3_chat_template
@@ -37,7 +38,7 @@ def test_the_turn_after_a_tool_comes_from_the_engine_with_its_logprobs() -> None
         output_dir="build/trl", use_cpu=True, bf16=False, report_to="none", use_vllm=True, max_completion_length=200,
         per_device_train_batch_size=8, num_generations=4,
     )  # fmt: skip
-    with generation(engine_of("transformers")):
+    with generation(engine_of(backend)):
         training: Any = GRPOTrainer(
             model=policy(),
             reward_funcs=letters,

@@ -178,6 +178,22 @@ def test_a_request_to_an_engine_that_sleeps_names_the_state() -> None:
     with_a_server(test)
 
 
+def test_with_full_determinism_a_request_repeats_and_what_follows_it_draws_anew() -> None:
+    """At this temperature all tokens are about as likely, so that equal random numbers draw equal tokens."""
+    drawn = {"temperature": 1000.0, "max_tokens": 24, "ignore_eos": True}
+
+    async def test(one: EngineServer) -> None:
+        first = await one.generate(PROMPT, dict(drawn), "det-0")
+        assert (await one.generate(PROMPT, dict(drawn), "det-0")).token_ids == first.token_ids
+        resumed = await one.generate([*PROMPT, *first.token_ids], dict(drawn), "det-0")
+        other = await one.generate(PROMPT, dict(drawn), "det-1")
+        for output in (resumed, other):
+            same = sum(ours == theirs for ours, theirs in zip(output.token_ids, first.token_ids, strict=True))
+            assert same < 6
+
+    with_a_server(test, full_determinism=True)
+
+
 def test_without_free_cache_engine_nothing_sleeps() -> None:
     async def test(one: EngineServer) -> None:
         await one.sleep()

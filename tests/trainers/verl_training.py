@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from statistics import mean
 
+import psutil
 import pytest
 
+from drivetrain.process.process_tree import runs
 from drivetrain.testing import tiny_model
 
 EXAMPLE = Path(__file__).parents[2] / "examples/verl_grpo.py"
+REWARD = Path(__file__).parents[1] / "helpers/verl_reward.py"
+MARK = "DRIVETRAIN_TEST_OF_VERL"
+"""Environment variable of all processes of a run, with its folder."""
+HANGING = 120.0
+"""Seconds after which processes count as left behind, on a machine however busy."""
 STEPS = 8
 _spec = importlib.util.spec_from_file_location("verl_grpo", EXAMPLE)
 assert _spec is not None
@@ -25,25 +32,37 @@ _spec.loader.exec_module(verl_grpo)
 
 
 def train(folder: Path, *options: str) -> tuple[int, str]:
-    """Run the example; return its exit status and its output."""
+    """Run the example, and require that none of its processes is left; return its exit status and its output."""
     command = [sys.executable, str(EXAMPLE), "--steps", str(STEPS), "--keep", str(folder)]
     command += ["--backend", os.environ.get("BACKEND", "transformers")]
     if "ENGINE_PYTHON" in os.environ:
         command += ["--python", os.environ["ENGINE_PYTHON"]]
     output = folder / "output.txt"
     with output.open("w") as log:
-        process = subprocess.Popen([*command, *options], stdout=log, stderr=log, start_new_session=True)
+        process = subprocess.Popen(
+            [*command, *options], stdout=log, stderr=log, start_new_session=True, env={**os.environ, MARK: str(folder)}
+        )
         try:
             status = process.wait(timeout=1800)
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)  # verl too; Ray's processes end with it
+    ends = time.monotonic() + HANGING
+    while left := [one for one in psutil.process_iter() if of_this_run(one, folder)]:
+        assert time.monotonic() < ends, f"verl has ended, and of the run these are left: {left}"
+        time.sleep(0.5)
     return status, output.read_text()
 
 
+def of_this_run(process: psutil.Process, folder: Path) -> bool:
+    try:
+        return process.environ().get(MARK) == str(folder) and runs(process)
+    except psutil.Error:
+        return False  # ended meanwhile, or owned by another user
+
+
 def metrics(folder: Path) -> dict[int, dict[str, float]]:
-    logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line["data"] for line in logged if "critic/score/mean" in line["data"]}
+    return dict(verl_grpo.steps(folder))
 
 
 @pytest.mark.parametrize(
@@ -53,9 +72,10 @@ def metrics(folder: Path) -> dict[int, dict[str, float]]:
         (["--trainer", "sync"], 0),
         (["--trainer", "colocate_async"], 1),
         (["--trainer", "separate_async"], 2),
+        (["--trainer", "fully_async"], 0),
         (["--trainer", "sync", "--lora", "--ranks", "2"], 0),
     ],
-    ids=["v0", "sync", "colocate_async", "separate_async", "two-ranks-lora"],
+    ids=["v0", "sync", "colocate_async", "separate_async", "fully_async", "two-ranks-lora"],
 )
 def test_it_trains_on_tokens_of_the_weights_that_it_has_just_pushed(
     options: list[str], behind: int, tmp_path: Path
@@ -71,6 +91,34 @@ def test_it_trains_on_tokens_of_the_weights_that_it_has_just_pushed(
             assert logged["training/rollout_probs_diff_mean"] < (1e-3 if "--lora" not in options else 1e-2)
     scores = [logged["critic/score/mean"] for logged in steps.values()]
     assert mean(scores[-2:]) > mean(scores[:2]) + 0.05
+
+
+def test_one_step_off_trains_on_tokens_of_the_weights_before(tmp_path: Path) -> None:
+    """The weights change at odd steps alone: there, the policy is still the one that sampled the tokens."""
+    actor = "actor_rollout_ref.actor.optim"
+    resting = [f"reward.custom_reward_function.path={REWARD}", "reward.custom_reward_function.name=score_at_odd_steps"]
+    resting += [f"{actor}.betas=[0.0,0.0]", f"{actor}.weight_decay=0"]
+    _, output = train(tmp_path, "--trainer", "one_step_off", *resting)
+    assert (tmp_path / "metrics.jsonl").exists(), output
+    steps = metrics(tmp_path)
+    assert sorted(steps) == list(range(1, STEPS + 1))
+    for step, logged in steps.items():
+        assert verl_grpo.versions(tmp_path, step, logged) == (step - 1, step - 1)
+        difference = logged["training/rollout_probs_diff_mean"]
+        assert difference < 1e-5 if step % 2 else difference > 1e-4
+    assert steps[STEPS - 1]["critic/score/mean"] > steps[1]["critic/score/mean"] + 0.05
+
+
+def test_with_full_determinism_two_runs_roll_out_the_same(tmp_path: Path) -> None:
+    seen = []
+    for name in ("first", "second"):
+        folder = tmp_path / name
+        folder.mkdir()
+        _, output = train(folder, "--trainer", "v0", "--steps", "2", "actor_rollout_ref.rollout.full_determinism=true")
+        assert (folder / "rollouts").exists(), output
+        seen.append({file.name: file.read_text() for file in (folder / "rollouts").iterdir()})
+    assert sorted(seen[0]) == ["1.jsonl", "2.jsonl"]
+    assert seen[0] == seen[1]
 
 
 def distilling(teacher: Path, loss: str) -> list[str]:

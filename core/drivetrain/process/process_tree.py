@@ -25,6 +25,7 @@ _SEMAPHORE: Final = "sem.mp-"
 _NUMBERS: Final = re.compile(r"(?<![0-9A-Za-z])\d+(?![0-9A-Za-z])")
 _logger = logging.getLogger("drivetrain.host")
 _PATIENCE_S: Final = 3.0
+_TICK_S: Final = 0.2
 _ROUNDS: Final = 3
 
 
@@ -131,6 +132,17 @@ def end_own_family() -> None:
     scratch = os.environ.get(SCRATCH)
     if scratch is not None:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def end_with(host: int) -> None:
+    """Wait until ``host``, this process's parent, is gone; then end this process and all others of the host.
+
+    Nobody else does it if a host is killed together with its trainer, as Ray kills an actor with its children.
+    """
+    while os.getppid() == host:
+        time.sleep(_TICK_S)
+    end_own_family()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def ending(returncode: int) -> str:

@@ -112,7 +112,7 @@ class EngineServer:
         ids = tuple(int(token) for token in prompt_ids)
         given = dict(sampling_params)
         top_k = top_k_of(given.pop(PROMPT_LOGPROBS, None))
-        params = self._params(given, request_id, len(ids))
+        params = self._params(given, request_id, ids)
         prompt = TokenPrompt(token_ids=ids, media=tuple(map(ImageInput.from_pil, image_data or ())))
         async with deadline(self.engine.config.timeouts.generate, "a response"), self._gate.admitted() as admitted:
             if not admitted:
@@ -126,12 +126,13 @@ class EngineServer:
             output.extra_fields |= score_fields(completion, top_k)
         return output
 
-    def _params(self, given: Mapping[str, object], request_id: str, prompt_tokens: int) -> SamplingParams:
+    def _params(self, given: Mapping[str, object], request_id: str, prompt_ids: Sequence[int]) -> SamplingParams:
         rollout = self._rollout
         defaults = {"repetition_penalty": rollout.repetition_penalty, "ignore_eos": rollout.ignore_eos}
         if rollout.full_determinism:
-            defaults["seed"] = rollout.seed + zlib.crc32(request_id.encode())
-        return sampling_params(given, prompt_tokens, self._lengths, defaults)
+            # verl keeps the id in later turns and when an aborted response goes on, which must not draw the same again.
+            defaults["seed"] = rollout.seed + zlib.crc32(f"{request_id} {prompt_ids}".encode())
+        return sampling_params(given, len(prompt_ids), self._lengths, defaults)
 
     async def abort_all_requests(self, reject_request: bool = False) -> dict[str, int]:
         """Abort all requests; later ones wait for :meth:`resume_generation`.

@@ -16,6 +16,7 @@ from typing import Any, Final, cast
 
 from drivetrain.backend.base import EngineStats
 from drivetrain.errors import EngineBusy, EngineDied
+from drivetrain.process.process_tree import end_with
 from drivetrain.process.wire import Failure, Reply, encode
 from drivetrain.process.worker_calls import WorkerCall, WorkerMethods
 from drivetrain.process.worker_socket import WorkerSocket
@@ -235,10 +236,11 @@ def _wake(core: Any, request: ArrivedCall | None) -> None:
     core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, request))
 
 
-def _listen(core: Any, host: WorkerSocket) -> None:
+def _listen(core: Any, host: WorkerSocket, parent: int) -> None:
     while host.open:
         for payload in host.receive(wait=True):
             _wake(core, ArrivedCall(payload))
+    end_with(parent)  # the engine core does not watch its parent
 
 
 def register() -> None:
@@ -254,7 +256,8 @@ def register() -> None:
     def run_busy_loop(core: Any) -> None:
         own = _of(core)  # made before the host sends requests, which another thread marks
         own.host = host = WorkerSocket(os.environ[SOCKET_VARIABLE])
-        threading.Thread(target=_listen, args=(core, host), name="drivetrain-calls", daemon=True).start()
+        calls = (core, host, os.getppid())
+        threading.Thread(target=_listen, args=calls, name="drivetrain-calls", daemon=True).start()
         run(core)
 
     def handle_client_request(core: Any, kind: Any, request: Any) -> None:
