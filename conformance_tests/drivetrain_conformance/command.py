@@ -232,7 +232,7 @@ def matrix(
         typer.Option(metavar="DIR", help="With --check: where reports are kept.", show_default="the checked folder"),
     ] = None,
 ) -> None:
-    """Put reports side by side: which backend was seen to do what."""
+    """Put reports side by side: the capabilities that each backend was seen to have."""
     if check is not None:
         stale = _stale(check, kept or check, reports or [])
         for line in stale:
@@ -367,7 +367,7 @@ def _fields(assignments: Sequence[str]) -> dict[str, object]:
 
 
 def _where(runner: Runner, *, remote: bool, in_ray: bool, forked: bool) -> AbstractContextManager[object]:
-    """Return a context in which the run's engines are where the options say."""
+    """Return a context that starts the run's engines in the processes that the options choose."""
     if in_ray and (remote or forked):
         raise InvalidConfig(
             "--ray: Ray starts the engines' processes; leave out --remote and --fork-hosts", field="--ray"
@@ -378,7 +378,7 @@ def _where(runner: Runner, *, remote: bool, in_ray: bool, forked: bool) -> Abstr
 
 
 def _hosts(runner: Runner, *, forked: bool) -> AbstractContextManager[object]:
-    """Return a context in which the run's engines get their host processes."""
+    """Return a context that starts the run's host processes, by a fork server if ``forked``."""
     if not forked:
         return nullcontext()
     from drivetrain_conformance.harness.fork_server import ForkServer
@@ -567,7 +567,7 @@ def _rendered(paths: Sequence[Path]) -> dict[str, str]:
 
 
 def _stale(pages: Path, folder: Path, fresh: Sequence[Path]) -> list[str]:
-    """Say what is not current: pages made of the reports kept in ``folder``, or those reports."""
+    """List the pages and kept reports in ``folder`` that are not current."""
     from drivetrain_conformance.reports.matrix import differences
     from drivetrain_conformance.reports.report import read_report
 

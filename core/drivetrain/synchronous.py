@@ -242,7 +242,7 @@ class SyncEngine:
         return self.engine.get_weight_version()
 
     def describe(self) -> EngineDescription:
-        """Return what the engine is, as plain values."""
+        """Return a description of the engine, in plain values."""
         return self.engine.describe()
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

@@ -38,7 +38,7 @@ class SessionConfig(BaseModel):
 
 
 class ServerConfig(BaseModel):
-    """Where the server listens, who may call it, and what it bounds."""
+    """The server's address, keys and limits."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

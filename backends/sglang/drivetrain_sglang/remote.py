@@ -96,7 +96,7 @@ class SGLangServerBackend(ServerBackend[ServerSays]):
     # Lifecycle ---------------------------------------------------------------------------------------------------
 
     async def start(self, report: Callable[[str], None]) -> ModelInfo:
-        """Connect, and detect what the server does not report: how logprobs are computed."""
+        """Connect, and detect how logprobs are computed, which the server does not report."""
         says = await self.connect(report)
         self.version = says.weight_version
         self._is_incremental = bool(says.server.get("incremental_streaming_output"))

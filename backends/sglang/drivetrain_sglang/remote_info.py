@@ -82,7 +82,7 @@ class ServerSays:
 
 
 def claims(config: EngineConfig, says: ServerSays) -> frozenset[Capability]:
-    """Return the capabilities of a plain server: those that it has, and those that this client adds."""
+    """Return the capabilities of a plain server: its own, and the ones that this client adds."""
     if not says.model.get("is_generation", True):
         return frozenset({Capability.EMBED})
     claimed = set(_ALWAYS)

@@ -1,4 +1,4 @@
-"""Translate drivetrain's names to those of SGLang. Pure functions over plain values."""
+"""Translate drivetrain's names to SGLang's. Pure functions over plain values."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ _ATTENTION_ON_A_CPU: Final = ("torch_native", "intel_amx")
 
 
 def carries_masks() -> bool:
-    """Return whether the installed SGLang brings what a sampler adds to a token to its client, without importing it."""
+    """Return whether the installed SGLang passes a sampler's additions to a token on to its client. Imports nothing."""
     return source_mentions("sglang", "srt/managers/tokenizer_manager.py", "customized_info_accumulated")
 
 
@@ -316,7 +316,7 @@ def sampling_params(request: GenerateRequest, *, deterministic: bool = False) ->
 
 
 class Ending(Enum):
-    """How a stock SGLang, which ends at its own EOS ids, is made to end at a request's stop ids."""
+    """Makes a stock SGLang, which ends at its own EOS ids, end at a request's stop ids."""
 
     BY_ITSELF = "by itself"
     """SGLang's own EOS ids are among the request's stops."""

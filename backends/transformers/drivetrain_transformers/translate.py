@@ -1,4 +1,4 @@
-"""Translate drivetrain's names to those of transformers. Pure functions over plain values."""
+"""Translate drivetrain's names to transformers'. Pure functions over plain values."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ class ServerSays:
 
 
 def claims(config: EngineConfig, says: ServerSays) -> frozenset[Capability]:
-    """Return the capabilities of a plain server: those that it has, and those that this client adds."""
+    """Return the capabilities of a plain server: its own, and the ones that this client adds."""
     if not says.generates:
         own = {Task.EMBED: Capability.EMBED, Task.REWARD: Capability.REWARD_SCORE}
         return frozenset({own[config.task]} if config.task in own else ())

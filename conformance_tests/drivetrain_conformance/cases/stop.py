@@ -1,4 +1,4 @@
-"""Stops: generation ends, and ids and text remain, as a reference that tries every prefix says."""
+"""Stop conditions: where generation ends, and its ids and text, compared with a brute-force reference."""
 
 from __future__ import annotations
 

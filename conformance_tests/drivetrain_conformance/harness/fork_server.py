@@ -248,7 +248,7 @@ def _be_host(message: bytes, stdout: int, fds: list[int], main: Callable[[list[s
 
 
 def main() -> int:
-    """Be the fork server of a socket's file descriptor, a backend's name, and a program."""
+    """Run the fork server. Arguments: a socket's file descriptor, a backend's name, and a program."""
     from drivetrain.backend.registry import load_backend
     from drivetrain.process.__main__ import main as host
 

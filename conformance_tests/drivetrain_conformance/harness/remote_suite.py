@@ -256,7 +256,7 @@ class RemoteSuite(Suite):
         return None
 
     def claims(self, fields: Mapping[str, object]) -> frozenset[Capability]:
-        """Return what the engine claims for other processes."""
+        """Return the engine's claims, for other processes."""
         engine = self._checked(fields)
         return shared_capabilities(type(engine.parts.backend), engine.config, engine.capabilities, engine.isolation)
 

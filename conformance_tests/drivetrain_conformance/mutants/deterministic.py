@@ -86,7 +86,7 @@ class uses_prefixes_of_any_length(_Deterministic):
 
 @mutant("sampling/deterministic_results_are_the_same_beside_a_long_prompt", says="in their last bits")
 class chunks_by_the_budget(_Deterministic):
-    """A long prompt is computed in chunks of what the requests beside it leave of the budget of tokens."""
+    """The chunks of a long prompt depend on the tokens that other requests take from a step's budget."""
 
     def is_spoiled(self, request: GenerateRequest) -> bool:
         return len(request.prompt_token_ids) > _CHUNK and bool(self.flying)
@@ -137,7 +137,7 @@ class streams_with_other_kernels(CorrectBackend):
 
 @mutant("sampling/deterministic_results_are_the_same_beside_adapters", says="in their last bits")
 class computes_all_adapters_together(_Deterministic):
-    """Requests of one adapter are computed with those of others, whose number decides how they are rounded."""
+    """Requests of different adapters are computed together, so that their number changes rounding."""
 
     def is_spoiled(self, request: GenerateRequest) -> bool:
         return request.lora is not None and bool(self.flying)

@@ -22,7 +22,7 @@ def _is_recurrent(config: EngineConfig) -> bool:
 
 
 def _derailed(result: GenerateResult, at: int) -> GenerateResult:
-    """Return a result in which another token stands at ``at``."""
+    """Return a result with another token at ``at``."""
     ids = result.token_ids
     return dataclasses.replace(result, token_ids=[*ids[:at], ids[at] ^ 1, *ids[at + 1 :]], matched_text=None)
 
@@ -87,7 +87,7 @@ class _KeepingPrompts(CorrectBackend):
     _kept: dict[object, GenerateResult] = own(dict)
 
     def key(self, request: GenerateRequest) -> object:
-        """Return what a kept state is found by."""
+        """Return the key of a kept state."""
         return (tuple(request.prompt_token_ids), request.max_new_tokens, request.lora)
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:

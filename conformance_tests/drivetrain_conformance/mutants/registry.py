@@ -53,7 +53,7 @@ class Mutant:
     caught_by: str
     """The case that must fail, as ``group/name``."""
     says: tuple[str, ...]
-    """Parts of messages, of which the failure's has one: it must be caught for what is wrong with it."""
+    """Parts of messages; the failure's message must contain one of them, so that the mutant is caught for its fault."""
     needs: Capability | None = None
     """A capability that some backends lack. Where the case is refused, the mutant is not tried."""
     spoil_backend: SpoilBackend | None = None

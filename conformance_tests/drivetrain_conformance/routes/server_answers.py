@@ -1,4 +1,4 @@
-"""Answers of a server, and the fields of their JSON: what is absent or of another type fails with its path."""
+"""Answers of a server, and the fields of their JSON; a missing field or wrong type fails with its path."""
 
 from __future__ import annotations
 

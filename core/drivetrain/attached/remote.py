@@ -39,7 +39,7 @@ def remote_engine(fields: Mapping[str, object], page: type[_E]) -> _E:
 
     Raises:
         InvalidConfig: A field is wrong, or differs from the engine's configuration.
-        EngineStateError: Nothing listens there.
+        EngineStateError: No server listens at the address.
         WireError: The key is wrong, or the owner has another version of drivetrain.
         TlsError: The certificate is refused, or only one of the two sides speaks TLS.
         DeadlineExceeded: The owner does not answer.

@@ -483,7 +483,7 @@ class Backend(ABC):
         meanwhile.
 
         Raises:
-            InvalidRequest: No new folder can be created there; nothing was written.
+            InvalidRequest: The folder cannot be created; nothing was written.
         """
         raise self._unsupported(Capability.SAVE_SHARDED)
 

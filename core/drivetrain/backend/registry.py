@@ -2,7 +2,7 @@
 
 A plugin is an entry point of the group ``drivetrain``. Its name is the backend's; its value is a module with a
 ``drivetrain_backends`` hook (see ``drivetrain.backend.hookspecs``). Only the requested plugin is imported, so a broken
-plugin affects nobody else; requesting it reports its import error.
+plugin affects no other; requesting it reports its import error.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ _loaded: dict[str, _Loaded] = {}
 
 @checked
 def load_backend(name: str) -> type[Backend]:
-    """Return the class of the backend ``name``. Imports its plugin and no other.
+    """Return the class of the backend ``name``, importing only its plugin.
 
     The engine that it adapts need not be installed; see :func:`require_engine`.
 

@@ -68,7 +68,7 @@ _CORE_FIELDS: Final = frozenset(
     }
     | {"weight_version", "seed"}
 )
-"""Fields that the engine page itself honours, whatever the backend."""
+"""Fields that ``InferenceEngine`` itself honours, on any backend."""
 
 _CONFIG_NEEDS: Final[tuple[tuple[str, Callable[[EngineConfig], bool], Capability], ...]] = (
     ("tensor_parallel_size", lambda c: c.tensor_parallel_size > 1, Capability.TENSOR_PARALLEL),
@@ -99,7 +99,7 @@ def check_config(config: EngineConfig, config_names: Mapping[str, str], capabili
 
     Raises:
         UnsupportedCapability: the field needs a capability that is not claimed.
-        InvalidConfig: the backend has no equivalent for the field, or the model folder holds what is no file.
+        InvalidConfig: the backend has no equivalent for the field, or the model folder holds more than files.
     """
     require_files(config.model)
     for field, is_used, capability in _CONFIG_NEEDS:

@@ -19,14 +19,14 @@ _OVER: Final = (EngineState.FAILED, EngineState.CLOSED)
 
 
 class SampleEnd:
-    """How one sample ended, once it has."""
+    """The end of one sample; empty until then."""
 
     def __init__(self) -> None:
         self.reason: FinishReason | None = None
         self.cached_tokens = 0
 
     def set(self, reason: FinishReason, cached_tokens: int) -> None:
-        """Note the end, and how many tokens of the prompt the prefix cache had."""
+        """Record the finish reason, and the number of prompt tokens that the prefix cache had."""
         self.reason, self.cached_tokens = reason, cached_tokens
 
 
@@ -70,21 +70,21 @@ class SampleCounts:
 
 
 class Stretch:
-    """The times that something lasted: how often, and how many seconds in all."""
+    """A condition's count and total seconds, such as those of pauses."""
 
     def __init__(self) -> None:
         self.times = 0
-        """How often it began."""
+        """Number of times that the condition began."""
         self._seconds = 0.0
         self._since: float | None = None
 
     @property
     def seconds(self) -> float:
-        """Seconds that it has lasted, until now if it lasts."""
+        """Total seconds, up to now if the condition holds."""
         return self._seconds + (0.0 if self._since is None else time.monotonic() - self._since)
 
     def look(self, lasts: bool) -> bool:
-        """Note whether it lasts; return True if it ends with this."""
+        """Record whether the condition holds; return True if it has just ended."""
         if lasts and self._since is None:
             self.times += 1
             self._since = time.monotonic()

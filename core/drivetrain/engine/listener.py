@@ -45,7 +45,7 @@ UNKNOWN_LIMIT: Final = 4096
 UNKNOWN_S: Final = 10.0
 """Seconds in which a connection must prove the key."""
 UNKNOWN_MOST: Final = 64
-"""Connections that may be about to prove it at one time."""
+"""Connections at one time that may not have proved the key yet."""
 _SHORTEST_KEY: Final = 16
 _HOST_NAME: Final = re.compile(r"[A-Za-z0-9._-]+")
 
@@ -54,8 +54,8 @@ class EngineListener:
     """Listens for holders of one engine.
 
     Args:
-        parts: Those of the engine.
-        facts: Tells holders what the engine is.
+        parts: The engine's parts.
+        facts: Returns the description of the engine that holders get.
     """
 
     def __init__(self, parts: Parts, facts: Callable[[], EngineFacts]) -> None:

@@ -1,4 +1,4 @@
-"""Pause, sleep and caches: what becomes of requests in flight, and which memory the engine holds."""
+"""Pauses, sleep and caches: they decide about requests in flight and about the engine's memory."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ class PauseAndSleep:
         self.controller.move_to(after)
 
     def leave_asleep(self, holder: str) -> None:
-        """Note that the holder is gone that put memory to sleep, which stays asleep: see :class:`EngineStatus`."""
+        """Record that the holder that put memory to sleep is gone. The memory sleeps on; see :class:`EngineStatus`."""
         self.slept_by = None
         self.controller.move_to(self.controller.status.leave_asleep(holder))
 

@@ -60,11 +60,11 @@ class EngineStatus:
     asleep: frozenset[MemoryTag] = frozenset()
     weights: WeightState = WeightState.CLEAN
     why: str = ""
-    """Why the engine is dirty or failed."""
+    """Reason for which the engine is dirty or failed."""
     died: bool = False
     """True if the engine failed because it died; False if it did not start, or could not sleep or wake up."""
     updates: int = 0
-    """How many weight updates were committed."""
+    """Number of committed weight updates."""
     left_by: str = ""
     """The holder that put the engine to sleep, once it is gone; otherwise empty."""
 
@@ -93,7 +93,7 @@ class EngineStatus:
         value: str = state.value
         return value
 
-    # What may be asked -------------------------------------------------------------------------------------------
+    # Requirements of calls ---------------------------------------------------------------------------------------
 
     def require_open(self, action: str) -> None:
         """Raise unless the engine was started and neither failed nor was closed."""
@@ -172,7 +172,7 @@ class EngineStatus:
         return replace(self, paused=None)
 
     def lift_pause(self) -> EngineStatus:
-        """PAUSED → not paused, for a holder that is gone. Weights that may not be served go on holding requests."""
+        """PAUSED → not paused, for a holder that is gone. Requests stay held while the weights are dirty."""
         return replace(self, paused=None)
 
     def sleep(self, tags: frozenset[MemoryTag], *, keeps_weights: bool) -> EngineStatus:
@@ -193,7 +193,7 @@ class EngineStatus:
         return replace(self, asleep=left, left_by=self.left_by if left else "")
 
     def leave_asleep(self, holder: str) -> EngineStatus:
-        """Note that the holder which put the engine to sleep is gone. The engine sleeps until ``wake_up`` is called.
+        """Record that the holder which put the engine to sleep is gone. The engine sleeps until ``wake_up`` is called.
 
         The memory may be in use by others, and weights that were not kept would not be served.
         """

@@ -24,7 +24,7 @@ class AppliedUpdate:
 
 
 class SharedEngine(ABC):
-    """One engine, as one of its holders calls it. Each method does what the engine page's method of that name does."""
+    """One engine, as one of its holders calls it. Methods are named after those of ``InferenceEngine``."""
 
     # Tokenizer ---------------------------------------------------------------------------------------------------
 

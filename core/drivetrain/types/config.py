@@ -143,7 +143,7 @@ class EngineConfig(BaseModel):
     """Configuration of one engine. Frozen; unknown fields are refused.
 
     If the chosen backend has no equivalent for a field that is set, creating the engine raises an error that names the
-    field: nothing is dropped in silence.
+    field: none is ignored.
     """
 
     # Pydantic's errors would repeat the input, for example an API key under a mistyped name.

@@ -1,4 +1,4 @@
-"""Requests as vLLM's clients write them, translated to those of the engine.
+"""Requests of vLLM's clients, translated to the engine's.
 
 The engine page is strict; tolerance is this dialect's. As vLLM does, it takes null for absent, ignores unknown fields,
 and has other words for "off": ``top_k=-1``, ``logprobs=true``, a priority of which the lower is sooner. A field that

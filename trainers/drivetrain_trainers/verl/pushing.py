@@ -42,7 +42,7 @@ class Pusher:
             engine,
             _strategy(engine),
             bucket_bytes=bucket_bytes,
-            cast=True,  # verl's rollout.dtype says what the engine has
+            cast=True,  # the engine's dtype is verl's rollout.dtype
             group_backend="nccl" if cuda else "gloo",
             master_address=ray.util.get_node_ip_address() if ray.is_initialized() else "127.0.0.1",
         )

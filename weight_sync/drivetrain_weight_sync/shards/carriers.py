@@ -18,7 +18,7 @@ Wanted = Mapping[int, Sequence[tuple[int, torch.Tensor]]]
 
 
 class Carrier(ABC):
-    """How shards travel."""
+    """A way to move shards between ranks."""
 
     @abstractmethod
     def fetch(self, wanted: Wanted, links: Mapping[int, Link]) -> None:

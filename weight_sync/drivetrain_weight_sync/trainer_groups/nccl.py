@@ -75,7 +75,7 @@ def id_from_store(join: JoinNccl) -> bytes:
 
 
 def id_from_pickle(data: bytes) -> bytes:
-    """Return the bytes of a pickled ``ncclUniqueId``. Nothing is unpickled: the data comes from a socket.
+    """Return the bytes of a pickled ``ncclUniqueId``, without unpickling data from a socket.
 
     Raises:
         InvalidRequest: The data is something else.

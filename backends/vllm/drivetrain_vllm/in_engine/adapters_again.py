@@ -171,7 +171,7 @@ class LoadsAgain:
 
     @staticmethod
     def _trace(form: _Form, slot: int, model: Any, layers: Mapping[str, Any]) -> bool:
-        """Note the copies by which vLLM filled a slot; return False if they do not explain what it holds."""
+        """Record the copies by which vLLM filled a slot; return False if they do not explain its values."""
         weights = list(_weights(model))
         tensors = _tensors(weights)
 

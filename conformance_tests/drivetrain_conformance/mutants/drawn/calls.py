@@ -90,7 +90,7 @@ _LEAKY: Final = (
 
 
 def of_a_leak(rng: random.Random) -> tuple[str, Effect]:
-    """Draw what each call leaves behind."""
+    """Draw a resource that each call leaks."""
     method, kind = rng.choice(_LEAKY), rng.choice(("memory", "memory", "a thread", "a descriptor", "a task", "a timer"))
     size = log_count(rng, 16_384, 1 << 20)
     kept: list[object] = []

@@ -1,7 +1,6 @@
 """Draw wrong backends from a seed.
 
-The other modules of mutants are written by those who write the suite, and so know what the suite looks at. Mutants that
-are drawn do not.
+The authors of the suite also wrote the other modules of mutants, and know what the suite checks. Drawn mutants do not.
 """
 
 from __future__ import annotations
@@ -141,7 +140,7 @@ def _can_show(effect: Effect, when: str, claimed: Collection[Capability], kept: 
 def draw(
     seed: int, count: int, claimed: Collection[Capability] = tuple(Capability), kept: Collection[str] = ()
 ) -> list[Drawn]:
-    """Draw distinct wrong backends, each of which could be seen.
+    """Draw distinct wrong backends with faults that a user could see.
 
     Args:
         seed: The seed.

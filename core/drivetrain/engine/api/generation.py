@@ -98,7 +98,7 @@ class GenerationCalls(Page):
                 it is ``prompt_token_ids`` of the completion.
             sampling_params: As in :meth:`generate`.
             parent_request_id: Request id of the completion that the turn builds on; None begins a new conversation.
-            turn: How the turn relates to that completion.
+            turn: The turn's relation to that completion.
             request_ids: As in :meth:`generate`; later turns name this one by the completion's id.
             weight_version: As in :meth:`generate`.
             timeout: As in :meth:`generate`.

@@ -15,7 +15,7 @@ class Page:
     capabilities: frozenset[Capability]
     """Capabilities that this engine claims; known before it starts."""
     isolation: Isolation
-    """Where the engine runs: in this process or in a host process."""
+    """The engine's process: this one, or a host process."""
     versions: dict[str, str]
     """Versions of drivetrain, Python and the engine."""
     parts: Parts
