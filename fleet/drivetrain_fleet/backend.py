@@ -323,7 +323,7 @@ class FleetBackend(Backend):
         await self.control.wake_up(tags)
 
     async def reset_prefix_cache(self) -> None:
-        if not self.updates.under_way:  # each engine resets its own when it commits
+        if not self.updates.under_way:  # each engine resets its own cache when it commits
             await self.control.reset_prefix_cache()
 
     async def clear_hicache_storage(self) -> None:

@@ -80,7 +80,7 @@ class PrefixIndex:
         return count * BLOCK
 
     def add(self, blocks: Blocks) -> None:
-        """Take note that the engine is sent this prompt."""
+        """Record a prompt that the engine is sent."""
         seen = self._seen
         # From the end on, so that the beginning is newest: a block is of no use without those before it.
         for one in reversed(blocks.hashes[: self._capacity]):

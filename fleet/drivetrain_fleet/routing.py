@@ -96,7 +96,7 @@ class Router:
         return preferred
 
     def sent(self, work: Work, name: str) -> None:
-        """Take note that a sample goes to this engine."""
+        """Record that a sample goes to this engine."""
         if self.policy.prefix_affinity:
             self._index(name).add(work.blocks)
         if work.session is not None:
@@ -106,7 +106,7 @@ class Router:
                 self._sessions.popitem(last=False)
 
     def answered(self, work: Work, token_ids: Sequence[int], name: str) -> None:
-        """Take note of a prompt together with its answer, which the next turn's prompt begins with."""
+        """Record prompt and answer as seen by the engine: the next turn's prompt begins with them."""
         if self.policy.prefix_affinity:
             self._index(name).add(work.blocks.followed_by(token_ids))
 

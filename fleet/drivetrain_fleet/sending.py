@@ -79,7 +79,7 @@ class Sending:
     # Tickets -----------------------------------------------------------------------------------------------------
 
     def open(self, request: GenerateRequest, session: str | None) -> Ticket:
-        """Take note of a sample."""
+        """Make a sample's ticket, by which later calls find the sample."""
         ticket = Ticket(request, Work(self._blocks(request), session))
         self._tickets[request.request_id] = ticket
         return ticket

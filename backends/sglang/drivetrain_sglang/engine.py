@@ -90,7 +90,7 @@ _MEMORY_SAVERS: Final = frozenset(
 """Capabilities that SGLang's memory saver provides on a GPU."""
 
 _RECOMPUTED: Final = frozenset({Capability.PAUSE_RETRACT, Capability.WEIGHT_UPDATE_IN_FLIGHT_RETRACT})
-"""Capabilities that compute generated tokens again in one pass, which on a GPU rounds otherwise than step by step."""
+"""Capabilities that recompute generated tokens in one pass, whose rounding on a GPU differs from single steps'."""
 
 _SEEN_S: Final = 1.0
 """Time within which the end of one of SGLang's processes is noticed."""

@@ -647,7 +647,7 @@ def require_pooling(wanted: PoolingMode, applied: str | None) -> None:
         applied: Name of SGLang's ``PoolingType`` for the model; None if it is not known.
 
     Raises:
-        InvalidConfig: SGLang pools otherwise.
+        InvalidConfig: SGLang pools in another way.
     """
     if applied != _POOLING_TYPES[wanted]:
         raise InvalidConfig(

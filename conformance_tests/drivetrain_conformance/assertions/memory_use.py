@@ -64,7 +64,7 @@ def _return_freed_memory_at_once() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:  # glibc
         mallopt(_M_TRIM_THRESHOLD, 0)
-        mallopt(_M_MMAP_THRESHOLD, 32 * 2**20)  # its largest, which it comes to by itself; otherwise it would stay
+        mallopt(_M_MMAP_THRESHOLD, 32 * 2**20)  # malloc would adapt it up to this, but not once the other one is set
 
 
 def held_by_device() -> list[int]:

@@ -1,4 +1,4 @@
-"""Find the first layer that an engine computes otherwise than the reference.
+"""Find the first layer that an engine computes differently than the reference.
 
 A residual layer whose weights are all zero adds nothing. With zeros in layers k and above, engine and reference compute
 a model of k layers; pushed to both sides, the smallest k whose logprobs differ names the layer. It takes log2(layers)

@@ -34,10 +34,10 @@ def _rounded_otherwise(result: GenerateResult) -> GenerateResult:
 
 
 class _Deterministic(KnowingRequests):
-    """Rounds some results of a deterministic engine otherwise."""
+    """Changes the rounding of some results of a deterministic engine."""
 
     def is_spoiled(self, request: GenerateRequest) -> bool:
-        """Return whether a request that arrives is rounded otherwise."""
+        """Return whether the rounding of an arriving request changes."""
         raise NotImplementedError
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
@@ -126,7 +126,7 @@ class resumes_by_prefill(_FrozenOtherwise):
 
 @mutant("sampling/deterministic_results_are_the_same_beside_aborts_and_streams", says="in their last bits")
 class streams_with_other_kernels(CorrectBackend):
-    """Streamed requests are rounded otherwise than others."""
+    """The rounding of streamed requests differs from others'."""
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
         async for delta in super().stream(request):
@@ -165,7 +165,7 @@ class returns_states_of_a_shared_step(_Deterministic):
     needs=Capability.DETERMINISTIC,
 )
 class embeds_a_batch_otherwise(CorrectBackend):
-    """A deterministic engine embeds the prompts of one call together, which rounds them otherwise than alone."""
+    """A deterministic engine embeds the prompts of one call together, which changes their rounding."""
 
     async def embed(self, prompts: list[list[int]], dimensions: int | None) -> list[list[float]]:
         vectors = await super().embed(prompts, dimensions)

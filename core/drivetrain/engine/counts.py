@@ -106,7 +106,7 @@ class StateTimes:
         self._updates = 0
 
     def look(self, status: EngineStatus) -> None:
-        """Take note of the status, which has changed."""
+        """Count and time the states that a new status begins or ends."""
         lives = status.state not in _OVER
         self.paused.look(lives and status.paused is not None)
         self.asleep.look(lives and bool(status.asleep))

@@ -199,7 +199,7 @@ class HolderConnection(RpcServer):
             self._transport.abort()
 
     def got_pulse(self) -> None:
-        """Take note that the holder's pulse is watched."""
+        """Record that the holder's pulse is watched."""
         self._alarm.cancel()
 
     def tell(self, state: SharedState) -> None:

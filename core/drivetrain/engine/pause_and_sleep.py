@@ -125,7 +125,7 @@ class PauseAndSleep:
             )
 
     def will_be_frozen(self) -> None:
-        """Take note that the backend freezes requests as part of a weight update."""
+        """Record that the backend freezes requests as part of a weight update."""
         self._frozen = True
 
     def were_unfrozen(self) -> None:

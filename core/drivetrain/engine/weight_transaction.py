@@ -148,7 +148,7 @@ class KeptPlan:
         )
 
     def keep(self, plan: WeightPlan | None) -> None:
-        """Take note that the backend keeps this plan."""
+        """Record that the backend keeps this plan."""
         if plan is None:
             return
         if plan is not self._plan:

@@ -156,7 +156,7 @@ class TlsSocket:
         """Return bytes, or none if the other side has closed.
 
         Raises:
-            BlockingIOError: None has come.
+            BlockingIOError: No bytes have come.
         """
         while True:
             try:

@@ -285,7 +285,7 @@ class AbortUpdate:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseSources:
-    """Unmap senders' shared memory, which is kept between updates otherwise, and discard a pending update."""
+    """Unmap senders' shared memory, which the engine keeps between updates, and discard a pending update."""
 
 
 WeightMessage = PrepareUpdate | BeginUpdate | LoadBuckets | VerifyUpdate | CommitUpdate | AbortUpdate | ReleaseSources

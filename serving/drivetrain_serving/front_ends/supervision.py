@@ -97,7 +97,7 @@ class FrontEnds(OtherProcesses):
         return Settings(index, self.places.count, str(self.places.folder), handle.address, handle.key, config)
 
     async def close(self) -> None:
-        """Let them accept no more requests, give those in flight ``shutdown_timeout`` to end, and end them."""
+        """Let the processes accept no more requests, give requests in flight ``shutdown_timeout``, and end them."""
         if self._closed:
             return
         self._closed = True

@@ -178,7 +178,7 @@ def matrix_of(own: torch.Tensor, shape: tuple[int, int, int]) -> torch.Tensor | 
 
 
 def scales_of(own: torch.Tensor, weight: Fp8Weight) -> torch.Tensor | None:
-    """Return the scales as ``[matrices, groups along rows, groups along columns]``; None if they lie otherwise."""
+    """Return the scales as ``[matrices, groups along rows, groups along columns]``; None if their layout is another."""
     shape = _groups(weight.group, weight.shape)
     data = own.data
     if data.numel() != math.prod(shape):

@@ -44,7 +44,7 @@ _NEED_REQUESTS: Final = frozenset({"abort", "freeze", "unfreeze"})
 
 
 def of_a_call(rng: random.Random) -> tuple[str, Effect]:
-    """Draw a call that misses, or acts otherwise than asked."""
+    """Draw a call that does nothing, or something else than asked."""
     method = rng.choice(_CONTROL)
 
     async def misses(backend: Any, proceed: Callable[..., Awaitable[Any]], arguments: tuple[Any, ...]) -> None:
