@@ -295,7 +295,9 @@ async def _first_card(client: httpx.AsyncClient, access: Access) -> Field:
             response = await client.get("/v1/models", headers=headers)
     except (TimeoutError, httpx.HTTPError) as error:
         said = str(error) or f"no answer within {access.timeout:g} s"
-        raise InvalidConfig(f"--url {url}: the server cannot be reached: {said}", field="--url") from None
+        raise InvalidConfig(
+            f"--url {url}: the server cannot be reached: {said}; start it, or mend the address", field="--url"
+        ) from None
     if response.status_code == 401:
         raise InvalidConfig(f"--url {url}: the server wants a key; give --api-key", field="--api-key")
     try:

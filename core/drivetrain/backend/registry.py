@@ -343,7 +343,11 @@ def _unknown(name: str) -> str:
     backends = list_backends()
     close = difflib.get_close_matches(name.lower(), [info.name for info in backends], n=1)
     lines = [f"there is no backend named {shown(name)}" + (f"; did you mean {close[0]!r}?" if close else "")]
-    lines.append("known backends:" if backends else f"no plugin of the entry-point group {GROUP!r} is installed")
+    lines.append(
+        "known backends; install a package to add others:"
+        if backends
+        else f"no plugin of the entry-point group {GROUP!r} is installed"
+    )
     for info in backends:
         ready = f"{info.engine_distribution} {info.engine_version}" if not info.reason else info.reason
         lines.append(f"  {info.name}: {info.status.value} ({ready})")
