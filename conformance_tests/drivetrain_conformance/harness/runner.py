@@ -63,7 +63,6 @@ class Runner:
         self._loop = asyncio.Runner()
         self._keeper = EngineKeeper(self._open)
         self._oracles: dict[Path, Oracle | None] = {}
-        self._hung = False
         self.versions: dict[str, str] = {}
         """Versions of the opened engines and their packages."""
 
