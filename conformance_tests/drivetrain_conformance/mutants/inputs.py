@@ -317,11 +317,9 @@ class reads_files_outside_the_folder(InferenceEngine):
     async def load_weights_from_disk(
         self, path: str | os.PathLike[str], version: str, *, mode: PauseMode | str = PauseMode.RETRACT
     ) -> None:
-        index = Path(path) / "model.safetensors.index.json"
-        if index.is_file():
-            named = next(iter(json.loads(index.read_text())["weight_map"].values()))
-            path = (Path(path) / named).parent
-        await super().load_weights_from_disk(path, version, mode=mode)
+        named = _first_file(path)
+        folder = path if named is None else (Path(path) / named).parent
+        await super().load_weights_from_disk(folder, version, mode=mode)
 
 
 @mutant(
@@ -334,11 +332,15 @@ class reads_files_by_absolute_paths(InferenceEngine):
     async def load_weights_from_disk(
         self, path: str | os.PathLike[str], version: str, *, mode: PauseMode | str = PauseMode.RETRACT
     ) -> None:
-        index = Path(path) / "model.safetensors.index.json"
-        if index.is_file():
-            named = Path(next(iter(json.loads(index.read_text())["weight_map"].values())))
-            path = named.parent if named.is_absolute() else path
-        await super().load_weights_from_disk(path, version, mode=mode)
+        named = _first_file(path)
+        folder = named.parent if named is not None and named.is_absolute() else path
+        await super().load_weights_from_disk(folder, version, mode=mode)
+
+
+def _first_file(folder: str | os.PathLike[str]) -> Path | None:
+    """Return a file that the folder's index names, as it is written there; None without an index."""
+    index = Path(folder) / "model.safetensors.index.json"
+    return Path(next(iter(json.loads(index.read_text())["weight_map"].values()))) if index.is_file() else None
 
 
 @mutant("weight_sync/a_bad_folder_is_refused_and_the_engine_serves_on", says="a FIFO in place of a file was accepted")
