@@ -30,9 +30,9 @@ from drivetrain.backend.toolkit.model_folder import (
     has_experts,
     require_dense_for_adapters,
 )
+from drivetrain.backend.toolkit.serial_calls import SerialCalls
 from drivetrain.backend.toolkit.start_errors import start_errors
 from drivetrain.backend.toolkit.translation import shortened_all
-from drivetrain.backend.toolkit.whole_calls import WholeCalls
 from drivetrain.backend.toolkit.xgrammar_limits import refuse_ignored_parts
 from drivetrain.errors import (
     EngineDied,
@@ -123,7 +123,7 @@ class SGLangBackend(WorkerBackend[Collected]):
         """Layers whose experts SGLang records, if it was told to."""
         self._media: VisionReader | SoundReader | None = None
         self._profile: tuple[Path, set[Path]] = (Path(), set())
-        self._manager_calls = WholeCalls()
+        self._manager_calls = SerialCalls()
         """Calls of SGLang's that number no answers."""
 
     @classmethod

@@ -14,7 +14,7 @@ from typing import ClassVar, Final
 
 import h11
 
-from drivetrain_serving.http_layer.unread_bodies import ReadsOn
+from drivetrain_serving.http_layer.unread_bodies import DiscardsUnreadBodies
 
 _LEAST: Final = 1 << 16
 """Bytes of an answer that a client must take in each period."""
@@ -23,7 +23,7 @@ _RESET: Final = struct.pack("ii", 1, 0)
 """Value of ``SO_LINGER`` that resets a connection when it is closed, and discards unsent bytes."""
 
 
-class EndsSlowClients(ReadsOn):
+class EndsSlowClients(DiscardsUnreadBodies):
     """HTTP/1.1 on one connection; ends it if the client does not send its headers, or does not take its answers.
 
     Bodies have limits of their own, in the application: they are part of a request that can be answered.

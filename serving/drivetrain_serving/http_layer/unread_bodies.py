@@ -22,7 +22,7 @@ _ANSWERABLE: Final = (h11.IDLE, h11.SEND_RESPONSE)
 _TEXT: Final = (b"content-type", b"text/plain; charset=utf-8")
 
 
-class ReadsOn(H11Protocol):
+class DiscardsUnreadBodies(H11Protocol):
     """HTTP/1.1 on one connection; discards the rest of a request that has been answered.
 
     If the answer keeps the connection, the next request is answered after the end of the body. Otherwise our half of

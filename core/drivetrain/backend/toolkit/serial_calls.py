@@ -1,4 +1,4 @@
-"""Calls of an engine that run to their end, also if their callers are cancelled."""
+"""Calls of an engine that run one after another, each to its end, also if its caller is cancelled."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-class WholeCalls:
+class SerialCalls:
     """Runs calls one after another, each to its end: cancelling the caller does not interrupt a call that has begun.
 
     For calls that an engine cannot cancel. If only our side gave such a call up, its effects would be unknown, and an
