@@ -1,6 +1,6 @@
 """The KV cache of a running batch whose rows join and leave between steps.
 
-Rows are aligned at their newest token, so that one step appends one column for all of them, whatever their lengths;
+Rows are aligned at their newest token, so that one step appends one column for rows of all lengths;
 columns to the left of a row's first token are masked. This is the layout of a left-padded batch, which every causal LM
 of transformers handles, so nothing here depends on the architecture.
 

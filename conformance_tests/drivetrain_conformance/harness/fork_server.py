@@ -206,7 +206,7 @@ def serve_forks(fd: int, preload: Callable[[], object], main: Callable[[list[str
                     continue
                 message, fds, _, _ = socket.recv_fds(connection, _MESSAGE, 16)
                 if not message:
-                    gc.unfreeze()  # libraries report what is never collected as leaks
+                    gc.unfreeze()  # libraries report uncollected objects as leaks
                     return 0
                 stdout, ended, *given = fds
                 pid = os.fork()

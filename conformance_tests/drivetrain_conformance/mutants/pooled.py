@@ -240,7 +240,7 @@ def pools_as_the_architecture_does(config: EngineConfig) -> Mapping[str, object]
 
 @mutant("embeddings/the_pooling_of_the_folder_is_applied_or_refused", says="the folder asks for cls_token")
 class pools_the_first_column(CorrectBackend):
-    """Where the folder asks for the first token's state, a prompt beside a longer one gets that of padding."""
+    """If the folder asks for the first token's state, a prompt beside a longer one gets padding's state."""
 
     async def embed(self, prompts: list[list[int]], dimensions: int | None) -> list[list[float]]:
         pooling = Path(self.config.model) / "1_Pooling" / "config.json"

@@ -13,7 +13,7 @@ _SHOWN: Final = 200
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A value inside an answer and its path, such as ``choices.0.token_ids``. Each method asserts what it returns."""
+    """A value inside an answer and its path, such as ``choices.0.token_ids``. Methods check the type."""
 
     value: object
     path: str = "the body"

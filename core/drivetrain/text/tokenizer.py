@@ -43,7 +43,7 @@ class Decoder(Protocol):
 class Tokenizer:
     """A model's tokenizer, from its folder or hub id, loaded with transformers' ``AutoTokenizer``.
 
-    Where transformers is not installed, or older than 5, a ``tokenizer.json`` is read without it.
+    If transformers is not installed, or older than 5, a ``tokenizer.json`` is read without it.
     """
 
     def __init__(self, inner: InnerTokenizer) -> None:

@@ -90,7 +90,7 @@ async def push_and_gather(weights: Weights, pusher: Pusher | None, step: int | N
 
 
 def _read(weights: Weights, loop: asyncio.AbstractEventLoop) -> Pairs:
-    """Yield the tensors in whatever thread reads them, on this thread's GPU and without gradients, as verl does."""
+    """Yield the tensors in any reading thread, on the GPU of the calling thread and without gradients, as verl does."""
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
     return _reading(_from_loop(weights, loop) if isinstance(weights, AsyncIterator) else iter(weights), device)
 

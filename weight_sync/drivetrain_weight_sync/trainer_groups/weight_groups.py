@@ -1,4 +1,4 @@
-"""The groups in which trainers broadcast weights to this server, and the update that their buckets make."""
+"""Groups in which trainers broadcast weights to this server, and the update made from their buckets."""
 
 from __future__ import annotations
 

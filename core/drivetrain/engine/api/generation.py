@@ -70,7 +70,7 @@ class GenerationCalls(Page):
         """Generate as :meth:`generate` does, yielding chunks of all samples as they come.
 
         The chunks of a sample put together are exactly its completion, which its last chunk carries. Closing
-        the generator early aborts what is still being generated.
+        the generator early aborts the samples that are still being generated.
         """
         options = CallOptions(request_ids, lora, priority, weight_version, timeout)
         async with aclosing(self.parts.generation.stream(prompts, sampling_params, options)) as chunks:
