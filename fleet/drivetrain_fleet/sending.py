@@ -141,7 +141,7 @@ class Sending:
         try:
             await ticket.waiter
         except BaseException:
-            self.leave(ticket)  # it may have been given one at the same time
+            self.leave(ticket)  # the ticket may have got a member at the same time
             raise
         finally:
             self._waiting -= 1

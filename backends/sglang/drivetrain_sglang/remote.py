@@ -152,7 +152,7 @@ class SGLangServerBackend(ServerBackend[ServerSays]):
             while self._loras and self.is_there:
                 await self.unload_lora_adapter(next(iter(self._loras)))
         except EngineDied:
-            self._loras.clear()  # they are gone with the server
+            self._loras.clear()  # the adapters are gone with the server
         await super().close()
 
     async def stats(self) -> EngineStats:

@@ -212,7 +212,7 @@ def engine_arguments(
     if device == "cpu":
         require_fields_of_a_cpu(config, "SGLang", _ATTENTION_ON_A_CPU, "max_total_tokens")
     if config.engine_kwargs.get(HOST_MEMORY) == BUFFER_ONLY:
-        # It asserts that a request's key is still that of its fetched prefix, and a weight update renews the key.
+        # SGLang asserts that a request still has the key of its fetched prefix, and a weight update renews the key.
         raise InvalidConfig(
             f"engine_kwargs holds {HOST_MEMORY}={BUFFER_ONLY!r}: SGLang ends if the weights change while a request "
             "waits for which it has fetched a prefix; leave it out, or set 'cache'",

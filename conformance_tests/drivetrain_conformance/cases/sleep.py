@@ -979,7 +979,7 @@ async def _check_cycles(bench: Bench, cycle: Callable[[bool], Awaitable[int]]) -
             await cycle(False)
         return {"bytes of memory": await cycle(True), **counted_of(bench.engine)}
 
-    await held_after_some()  # caches fill until then
+    await held_after_some()  # the first round fills caches
     await check_steady(held_after_some, {"bytes of memory": count * ROOM, **COUNTED}, f"{count} cycles of sleep")
 
 

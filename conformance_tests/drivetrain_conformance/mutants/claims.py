@@ -399,7 +399,7 @@ class forgets_that_it_died(Controller):
 
 @mutant("faults/a_host_killed_while_it_generates", says="the engine was ready")
 class hears_late_of_a_death(InferenceEngine):
-    """An engine that died says for a while that it is ready, though its callers know."""
+    """An engine says for half a second after its death that it is ready, while its calls already fail."""
 
     _heard: float | None = None
 

@@ -358,7 +358,7 @@ class serves_while_its_cache_sleeps(Controller):
 
 @mutant(
     "sleep/kept_weights_come_back_as_they_were", says=("nats below the most likely one", "NaN or infinite logits")
-)  # memory may hold either
+)  # freed memory may hold other weights or NaN
 class says_that_it_keeps_weights(CorrectBackend):
     """It claims that weights which slept come back by themselves, and they come back as anything."""
 

@@ -82,7 +82,7 @@ class wakes_with_states_of_other_rows(CorrectBackend):
 
 
 class _KeepingPrompts(CorrectBackend):
-    """Answers a prompt of a recurrent model that came before from the state that it left."""
+    """Answers a repeated prompt of a recurrent model from the state of its first run."""
 
     _kept: dict[object, GenerateResult] = own(dict)
 
@@ -105,7 +105,7 @@ class keeps_states_over_an_update(_KeepingPrompts):
 
 @mutant("generate/falcon_h1_is_right_or_refused", says="nats below")
 class finds_states_of_other_adapters(_KeepingPrompts):
-    """The state of a prompt is found whichever adapter made it."""
+    """The state of a prompt is found by requests of any adapter."""
 
     def key(self, request: GenerateRequest) -> object:
         """Return the prompt, without the adapter."""

@@ -79,7 +79,7 @@ def _handle(fields: Mapping[str, object]) -> EngineHandle:
         )
     try:
         trust = {name: fields.get(name) for name in ("ssl_fingerprint", "ssl_ca_certs")}
-        return EngineHandle(endpoint, key, **trust)  # type: ignore[arg-type]  # it checks them
+        return EngineHandle(endpoint, key, **trust)  # type: ignore[arg-type]  # EngineHandle checks them
     except InvalidRequest as error:
         field = "endpoint" if error.field == "address" else error.field
         raise InvalidConfig(str(error).replace("address=", "endpoint=", 1), field=field) from None

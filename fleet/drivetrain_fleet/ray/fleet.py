@@ -121,7 +121,7 @@ class RayFleet(InferenceEngineClient):
             await page.parts.backend.died()
             member = self._fleet.members.find(name)
             if joined and (member is None or member.engine is not page):
-                return  # it was removed
+                return  # the engine was removed
             try:
                 page = await self._attach_anew(name, engine)
             except EngineDied as error:

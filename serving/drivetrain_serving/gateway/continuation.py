@@ -145,7 +145,9 @@ def ids_after(tokenizer: Tokenizer, text: str, before: int, context_length: int,
             return ids[1:]
     elif tokenizer.special_tokens:
         ids = _encoded(tokenizer, min(tokenizer.special_tokens) + text, context_length, where)
-        if tokenizer(ids, skip_special_tokens=False) == min(tokenizer.special_tokens) + text:  # some take spaces
+        if (
+            tokenizer(ids, skip_special_tokens=False) == min(tokenizer.special_tokens) + text
+        ):  # some special tokens absorb spaces
             return ids[1:]
     return _encoded(tokenizer, text, context_length, where)
 

@@ -239,7 +239,7 @@ async def save_remote(url: str, files: ModelFiles, write: Write) -> None:
             await _written(write, staged)
             await asyncio.to_thread(_upload, staged, fs, path, decided)
     except BaseException:
-        if not decided.acquire(blocking=False):  # all was uploaded as the caller gave up
+        if not decided.acquire(blocking=False):  # the upload was complete when the caller gave up
             await asyncio.to_thread(_remove, fs, path)
         await asyncio.to_thread(_discard, staged)
         raise
