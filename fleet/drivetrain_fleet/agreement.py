@@ -22,7 +22,7 @@ _UNCLAIMED: Final = frozenset(
 )
 """Capabilities that a fleet never has, even if all of its engines do."""
 _AT_ENGINE: Final = frozenset({Capability.STREAMING, Capability.ABORT})
-"""Capabilities without which the engine page cannot look for stops on text itself."""
+"""Capabilities without which ``InferenceEngine`` cannot look for stops on text itself."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Several engines as one: the page of an engine over a fleet."""
+"""Several engines as one: an ``InferenceEngine`` over a fleet."""
 
 from __future__ import annotations
 

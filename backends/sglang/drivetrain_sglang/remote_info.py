@@ -139,10 +139,10 @@ CONFIG_NAMES: Final[Mapping[str, str]] = {
     ENDPOINT: "the server's address",
     "endpoint_api_key": "Authorization",
     "trust_remote_code": "of the tokenizer",
-    "context_length": "kept by the engine page",
+    "context_length": "kept by InferenceEngine",
     "task": "is_embedding",
     "enable_lora": "enable_lora",
-    "max_loras": "kept by the engine page",
+    "max_loras": "kept by InferenceEngine",
     "max_lora_rank": "max_lora_rank",
     **{field: "checked against the server" for field in _AGREES if field != "weight_version"},
 }

@@ -226,7 +226,7 @@ CONFIG_NAMES: Final[Mapping[str, str]] = {
     ENDPOINT: "the server's address",
     "endpoint_api_key": "Authorization",
     "trust_remote_code": "of the tokenizer",
-    "context_length": "kept by the engine page",
+    "context_length": "kept by InferenceEngine",
     "task": "runner",
     **{field: "checked against the server" for field in _AGREES},
 }

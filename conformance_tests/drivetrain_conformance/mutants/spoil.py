@@ -202,7 +202,7 @@ completions_mutant = engine_mutants(returning)
 
 
 def cut(result: GenerateResult, count: int) -> GenerateResult:
-    """Return the first ``count`` tokens of a result, with their logprobs and spans; the page finds their text."""
+    """Return the first ``count`` tokens of a result, with their logprobs and spans; the engine finds their text."""
     spans = [
         VersionSpan(span.version, span.start, min(span.end, count))
         for span in result.weight_versions

@@ -19,7 +19,7 @@ _CASE = "openai/tool_calls_are_read_from_the_text"
 
 
 def _reading(engine: type[InferenceEngine], read: Read) -> type[InferenceEngine]:
-    """Return an engine page that reads other calls: ``read`` gets a text and its calls' arguments."""
+    """Return an engine that reads other calls: ``read`` gets a text and its calls' arguments."""
 
     class Wrong(InferenceEngine):
         """Reads the calls of each answer anew."""

@@ -1,4 +1,4 @@
-"""``create_engine("remote", endpoint=…, key=…)``: the page of an engine that another process owns."""
+"""``create_engine("remote", endpoint=…, key=…)``: an engine that another process owns."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def check_config(config: EngineConfig, config_names: Mapping[str, str], capabili
         mode = config.logprobs_mode
         require(capabilities, MODE_CAPABILITY[mode], f"logprobs_mode={mode.value!r}", config.backend)
     if config.seed is not None and "seed" not in config_names:
-        # The engine page seeds each request; a backend that names the field seeds its engine instead.
+        # InferenceEngine seeds each request; a backend that names the field seeds its engine instead.
         require(capabilities, Capability.SEED, f"seed={config.seed}", config.backend)
     handled = _CORE_FIELDS | {field for field, _, _ in _CONFIG_NEEDS} | set(config_names)
     for field in sorted(config.model_fields_set - handled):

@@ -31,7 +31,7 @@ class SampleEnd:
 
 
 class SampleCounts:
-    """Samples and tokens that this page of an engine has asked for. No number ever falls."""
+    """Samples and tokens that this ``InferenceEngine`` has asked for. No number ever falls."""
 
     def __init__(self) -> None:
         self.ended: Counter[str] = Counter(dict.fromkeys([*(reason.value for reason in FinishReason), FAILED], 0))

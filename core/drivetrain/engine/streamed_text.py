@@ -1,4 +1,4 @@
-"""The text of a sample that the engine page reads as a stream."""
+"""The text of a sample that ``InferenceEngine`` reads as a stream."""
 
 from __future__ import annotations
 

@@ -96,8 +96,8 @@ def _requests(rng: random.Random) -> tuple[str, Holds]:
     return rng.choice(ways) if rng.random() < 0.75 else _calls(rng)
 
 
-_PAGE: Final = "kept by the engine page"
-"""A backend's remark on a field of the configuration that the engine page honours for it."""
+_KEPT: Final = "kept by InferenceEngine"
+"""A backend's remark on a field of the configuration that ``InferenceEngine`` honours for it."""
 _COLD: Final = "at temperature 0"
 _SCORES: Final = "with scoring"
 _WITNESSES: Final = {
@@ -146,7 +146,7 @@ def draw(
         seed: The seed.
         count: The number of wrong backends.
         claimed: Capabilities that the backend claims.
-        kept: Fields of the configuration that the engine page keeps, so that a backend which loses them loses nothing.
+        kept: Fields of the configuration that ``InferenceEngine`` honours, so that a backend may lose them.
     """
     rng, found = random.Random(f"wrong backends {seed}"), dict[str, Drawn]()
     weighted = [make for weight, make in _EFFECTS for _ in range(weight)]
@@ -182,5 +182,5 @@ class Drawing:
     def mutants(self) -> list[Drawn]:
         """Draw the mutants."""
         names = load_backend(self.backend).config_names
-        kept = [field for field, honoured_by in names.items() if honoured_by == _PAGE]
+        kept = [field for field, honoured_by in names.items() if honoured_by == _KEPT]
         return draw(self.seed, self.count, self.claimed, kept)

@@ -19,5 +19,5 @@ class Page:
     versions: dict[str, str]
     """Versions of drivetrain, Python and the engine."""
     parts: Parts
-    """The parts behind this page, for tests and extensions; their methods may change between releases. They can be
+    """The parts of the engine, for tests and extensions; their methods may change between releases. They can be
     replaced before the engine starts: see :class:`~drivetrain.engine.parts.PartKinds`."""
