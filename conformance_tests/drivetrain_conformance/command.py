@@ -63,28 +63,30 @@ def _usage_errors() -> Iterator[None]:
 def conformance(
     context: typer.Context,
     backend: Annotated[
-        str | None, typer.Argument(help="The backend's name. With --mutants: the one that is spoiled; transformers.")
+        str | None,
+        typer.Argument(help="The backend's name; with --mutants the one to spoil, or transformers."),
     ] = None,
     model: Annotated[
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="A model folder. With --url: that of the served model, of which adapters and checkpoints are made and "
-            "loaded into the server.",
+            help="A model folder. With --url: the served one; adapters and checkpoints made from it are loaded into "
+            "the server.",
             show_default="a tiny one, made on the spot; with --url none",
         ),
     ] = None,
     moe_model: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="A mixture of experts.", show_default="a tiny one")
+        Path | None, typer.Option(metavar="DIR", help="Folder of a mixture of experts.", show_default="a tiny one")
     ] = None,
     vision_model: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="A model that takes images.", show_default="a tiny one")
+        Path | None, typer.Option(metavar="DIR", help="Folder of a model that takes images.", show_default="a tiny one")
     ] = None,
     dtype: Annotated[
-        str, typer.Option(help="Of the tiny models' weights, for an engine whose kernels do not take float32.")
+        str, typer.Option(help="Dtype of the tiny models' weights, for engines whose kernels do not take float32.")
     ] = "float32",
     isolation: Annotated[
-        Isolation | None, typer.Option(help="Where engines run.", show_default="the backend's choice")
+        Isolation | None,
+        typer.Option(help="Processes of the engines.", show_default="the backend's choice"),
     ] = None,
     engine_fields: SetFields = None,
     group: Annotated[
@@ -94,13 +96,13 @@ def conformance(
         list[str] | None, typer.Option(metavar="GROUP/NAME", help="Run only this case; repeatable.")
     ] = None,
     profile: Annotated[
-        str | None, typer.Option(help="How much work: smoke, ci or gpu.", show_default="the suite's: ci")
+        str | None, typer.Option(help="Amount of work: smoke, ci or gpu.", show_default="the suite's: ci")
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Of everything random.", show_default="the suite's: 0")] = None,
-    report: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the report there, as JSON.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of everything random.", show_default="the suite's: 0")] = None,
+    report: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the report to this file, as JSON.")] = None,
     fork_hosts: Annotated[
         bool,
-        typer.Option("--fork-hosts", help="Fork hosts from one process that has imported the engine."),
+        typer.Option("--fork-hosts", help="Start hosts faster, by forks of a process that has imported the engine."),
     ] = False,
     remote: Annotated[
         bool,
@@ -114,14 +116,14 @@ def conformance(
     ] = False,
     mutants: Annotated[
         bool,
-        typer.Option("--mutants", help="Spoil the backend in many ways, and check that each is caught by its case."),
+        typer.Option("--mutants", help="Run each wrong variant of the backend, and check that its case fails."),
     ] = False,
     drawn_mutants: Annotated[
         int | None,
         typer.Option(
             min=1,
             metavar="COUNT",
-            help="Draw this many wrong backends by --seed, and tell which share the suite catches. It takes hours.",
+            help="Draw this many wrong backends by --seed, and show which the suite catches. Takes hours.",
         ),
     ] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Processes that share the work of --drawn-mutants.")] = 1,
@@ -157,8 +159,8 @@ def conformance(
 ) -> None:
     """Run the conformance suite on a backend, or with --url on the routes of a running server.
 
-    Claimed means it works, unclaimed means it refuses; anything else fails. Exits with 1 if anything failed, with 2
-    for a mistake in the arguments.
+    A claimed capability must work, and an unclaimed one must be refused. Exits with 1 if a case failed, with 2 for a
+    mistake in the arguments.
     """
     of_routes = url is not None or dialect is not None
     needed = _NEEDED if not of_routes else _NEEDED_FOR_ROUTES + (_NEEDED_FOR_MATERIAL if model is not None else ())
@@ -226,22 +228,25 @@ def matrix(
     reports: Annotated[list[Path] | None, typer.Argument(help="Reports of 'drivetrain conformance'.")] = None,
     output: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Write can-i-use-it.md and matrix.svg there; routes.md of runs with --url."),
+        typer.Option(
+            metavar="DIR",
+            help="Write can-i-use-it.md, matrix.svg, and for --url routes.md to this folder.",
+        ),
     ] = None,
     check: Annotated[
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Fail unless the page and the picture there are those of the kept reports, and unless each REPORT has "
-            "the verdicts of the kept report of the same name.",
+            help="Fail unless the pages in this folder match the kept reports, and each REPORT has the verdicts of the "
+            "kept report of the same name.",
         ),
     ] = None,
     kept: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="With --check: where reports are kept.", show_default="the checked folder"),
+        typer.Option(metavar="DIR", help="With --check: folder of kept reports.", show_default="the checked folder"),
     ] = None,
 ) -> None:
-    """Put reports side by side: which backend was seen to do what."""
+    """Put reports side by side: the capabilities that each backend was seen to have."""
     if check is not None:
         stale = _stale(check, kept or check, reports or [])
         for line in stale:
@@ -267,7 +272,7 @@ def matrix(
 @_usage_errors()
 def combine(
     reports: Annotated[list[Path], typer.Argument(help="Reports of 'drivetrain conformance'.")],
-    output: Annotated[Path, typer.Option(metavar="FILE", help="Write the one report there.")],
+    output: Annotated[Path, typer.Option(metavar="FILE", help="Write the combined report to this file.")],
 ) -> None:
     """Combine the reports of parts of the suite, such as groups that were run one by one or in parallel."""
     from drivetrain_conformance.reports.report import combine_reports, read_report
@@ -281,11 +286,11 @@ def combine(
 @_usage_errors()
 def record(
     backend: Annotated[str, typer.Argument(help="The backend's name.")],
-    output: Annotated[Path, typer.Option(metavar="FILE", help="Write what it answers there, as JSON.")],
-    dtype: Annotated[str, typer.Option(help="Of the tiny model's weights.")] = "float32",
+    output: Annotated[Path, typer.Option(metavar="FILE", help="Write the answers to this file, as JSON.")],
+    dtype: Annotated[str, typer.Option(help="Dtype of the tiny model's weights.")] = "float32",
     engine_fields: SetFields = None,
 ) -> None:
-    """Record a backend's answers to the requests by which backends are compared."""
+    """Record a backend's answers to a fixed set of requests, for 'drivetrain parity'."""
     from drivetrain_conformance.reports import parity
 
     made = asyncio.run(parity.record(backend, dtype, _fields(engine_fields or [])))
@@ -295,10 +300,10 @@ def record(
 
 @_usage_errors()
 def parity(
-    recordings: Annotated[list[Path], typer.Argument(help="What 'drivetrain record' wrote.")],
-    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the page there.")] = None,
+    recordings: Annotated[list[Path], typer.Argument(help="Files that 'drivetrain record' wrote.")],
+    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the page to this file.")] = None,
     check: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Fail unless this page is what the recordings give.")
+        Path | None, typer.Option(metavar="FILE", help="Fail unless this page matches the recordings.")
     ] = None,
 ) -> None:
     """Compare the recorded answers of backends to the same requests. Exits with 1 if they differ."""
@@ -314,7 +319,7 @@ def parity(
     for line in found:
         print_error(line, kind="differs")
     if check is not None and (not check.is_file() or check.read_text(encoding="utf-8") != page):
-        print_error(f"{check} is not what these recordings give; write it anew with --output", kind="stale")
+        print_error(f"{check} does not match these recordings; write it anew with --output", kind="stale")
         raise typer.Exit(1)
     if found:
         raise typer.Exit(1)
@@ -376,7 +381,7 @@ def _fields(assignments: Sequence[str]) -> dict[str, object]:
 
 
 def _where(runner: Runner, *, remote: bool, in_ray: bool, forked: bool) -> AbstractContextManager[object]:
-    """Return a context in which the run's engines are where the options say."""
+    """Return a context that starts the run's engines in the processes that the options choose."""
     if in_ray and (remote or forked):
         raise InvalidConfig(
             "--ray: Ray starts the engines' processes; leave out --remote and --fork-hosts", field="--ray"
@@ -387,7 +392,7 @@ def _where(runner: Runner, *, remote: bool, in_ray: bool, forked: bool) -> Abstr
 
 
 def _hosts(runner: Runner, *, forked: bool) -> AbstractContextManager[object]:
-    """Return a context in which the run's engines get their host processes."""
+    """Return a context that starts the run's host processes, by a fork server if ``forked``."""
     if not forked:
         return nullcontext()
     from drivetrain_conformance.harness.fork_server import ForkServer
@@ -582,7 +587,7 @@ def _rendered(paths: Sequence[Path]) -> dict[str, str]:
 
 
 def _stale(pages: Path, folder: Path, fresh: Sequence[Path]) -> list[str]:
-    """Say what is not current: pages made of the reports kept in ``folder``, or those reports."""
+    """List the pages and kept reports in ``folder`` that are not current."""
     from drivetrain_conformance.reports.matrix import differences
     from drivetrain_conformance.reports.report import read_report
 

@@ -52,7 +52,7 @@ def create_engine(
         BackendUnavailable: The engine that the backend adapts is not installed; the message says how to install it.
         InvalidConfig: A field is wrong, or the backend refuses its value or has no equivalent for it.
         UnsupportedCapability: A field needs a capability that this engine does not have here.
-        EngineStateError: Nothing listens at the ``endpoint`` of a remote engine.
+        EngineStateError: No server listens at the ``endpoint`` of a remote engine.
         WireError: The ``key`` of a remote engine is wrong, or its owner has another version of drivetrain.
         TlsError: The certificate of a remote engine is refused, or only one of the two sides speaks TLS.
         DeadlineExceeded: The owner of a remote engine does not answer.

@@ -1,4 +1,4 @@
-"""The engine page for callers without an event loop: each call blocks until it is done."""
+"""An engine for callers without an event loop: each call blocks until it is done."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def _blocking(
 def _iterating(
     call: Callable[Concatenate[InferenceEngine, _P], AsyncGenerator[_R, None]],
 ) -> Callable[Concatenate[SyncEngine, _P], Iterator[_R]]:
-    """Return a stream of the page as an iterator."""
+    """Return a stream of the engine as an iterator."""
 
     @functools.wraps(call)
     def iterating(page: SyncEngine, /, *args: _P.args, **kwargs: _P.kwargs) -> Iterator[_R]:
@@ -242,7 +242,7 @@ class SyncEngine:
         return self.engine.get_weight_version()
 
     def describe(self) -> EngineDescription:
-        """Return what the engine is, as plain values."""
+        """Return a description of the engine, in plain values."""
         return self.engine.describe()
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

@@ -33,7 +33,7 @@ def _by_policy(name: str) -> str:
 
 def demo(
     backend: Annotated[str, _policy(help="The engine: a backend's name, or a YAML file.")] = "transformers",
-    isolation: Annotated[Isolation | None, _policy(help="Where the engine runs.", show_default="the backend's")] = None,
+    isolation: Annotated[Isolation | None, _policy(help="Process of the engine.", show_default="the backend's")] = None,
     model: Annotated[
         str | None,
         _policy(
@@ -61,7 +61,7 @@ def demo(
         bool | None,
         _rollout(
             "--chat/--text",
-            help="Send prompts as a user's message, or as text to go on with. ",
+            help="Send prompts as a user's message, or as text to continue.",
             show_default="chat, if --model is given and has a chat template",
         ),
     ] = None,
@@ -74,13 +74,13 @@ def demo(
     max_new_tokens: Annotated[
         int | None, _rollout(min=1, help="Most tokens of one completion.", show_default=_by_policy("max_new_tokens"))
     ] = None,
-    temperature: Annotated[float, _rollout(min=0.01, help="Divides the logits.")] = 1.0,
+    temperature: Annotated[float, _rollout(min=0.01, help="Sampling temperature.")] = 1.0,
     steps: Annotated[
         int | None,
         _training(min=0, help="Rollouts that are trained on; one more follows.", show_default=_by_policy("steps")),
     ] = None,
     learning_rate: Annotated[
-        float | None, _training(min=0.0, help="Of AdamW.", show_default=_by_policy("learning_rate"))
+        float | None, _training(min=0.0, help="Learning rate of AdamW.", show_default=_by_policy("learning_rate"))
     ] = None,
     minibatches: Annotated[
         int | None, _training(min=1, help="Optimizer steps per rollout.", show_default=_by_policy("minibatches"))
@@ -88,18 +88,18 @@ def demo(
     micro_batch: Annotated[int, _training(min=1, help="Most completions in one forward pass.")] = 64,
     entropy_weight: Annotated[
         float | None,
-        _training(min=0.0, help="Of the entropy in the loss; decays to 0.", show_default=_by_policy("entropy_weight")),
+        _training(min=0.0, help="Weight of the entropy; decays to 0.", show_default=_by_policy("entropy_weight")),
     ] = None,
     max_grad_norm: Annotated[
         float | None,
-        _training(min=0.0, help="Longer gradients are shortened to this.", show_default=_by_policy("max_grad_norm")),
+        _training(min=0.0, help="Clip gradients to this norm.", show_default=_by_policy("max_grad_norm")),
     ] = None,
     seed: Annotated[
-        int, _training(min=0, max=2**31 - 1, help="Of the policy, the prompts' order and the sampling.")
+        int, _training(min=0, max=2**31 - 1, help="Seed of the policy, the prompts' order and the sampling.")
     ] = 0,
     device: Annotated[
         str | None,
-        _training(help="Where the trainer's copy of the model lies.", show_default="cuda if there is one, else cpu"),
+        _training(help="Device of the trainer's copy of the model.", show_default="cuda if there is one, else cpu"),
     ] = None,
     threads: Annotated[
         int | None,
@@ -109,7 +109,7 @@ def demo(
         float | None,
         _checks(
             min=0.0,
-            help="Most that engine and trainer may differ, in nats. ",
+            help="Largest difference of engine's and trainer's logprobs, in nats.",
             show_default="0.001 for a float32 engine, 0.2 for float16, 0.5 for bfloat16",
         ),
     ] = None,
@@ -117,12 +117,12 @@ def demo(
         bool | None,
         _checks(
             "--expect-rise/--no-expect-rise",
-            help=f"Fail if the reward does not rise; needs {MIN_STEPS_TO_JUDGE} steps. ",
+            help=f"Fail if the reward does not rise; needs {MIN_STEPS_TO_JUDGE} steps.",
             show_default="expected, unless --model or --prompts is given",
         ),
     ] = None,
-    min_rise: Annotated[float, _checks(help="How much the mean reward is to rise.")] = 0.2,
-    out_directory: Annotated[Path, _output("--out", metavar="DIR", help="Where the plot is written.")] = Path(
+    min_rise: Annotated[float, _checks(help="Least rise of the mean reward.")] = 0.2,
+    out_directory: Annotated[Path, _output("--out", metavar="DIR", help="Folder of the plot.")] = Path(
         "drivetrain-demo"
     ),
     plot: Annotated[bool, _output("--plot/--no-plot", help="Draw demo.png.")] = True,

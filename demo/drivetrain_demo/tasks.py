@@ -50,7 +50,9 @@ def load_tasks(path: Path | None = None) -> tuple[Task, ...]:
     try:
         text = (path if path is not None else files("drivetrain_demo") / SHIPPED).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"cannot read the prompts {name!r}: {error}", field="prompts") from error
+        raise InvalidRequest(
+            f"cannot read the prompts {name!r}: {error}; give a file of JSON lines", field="prompts"
+        ) from error
     tasks = tuple(_parse(name, text))
     if not tasks:
         raise InvalidRequest(

@@ -20,9 +20,9 @@ _UNCLAIMED: Final = frozenset(
         Capability.WEIGHTS_LORA_TENSORS,  # an engine that joins later needs the adapter's folder
     }
 )
-"""Capabilities that a fleet does not have, whatever its engines have."""
+"""Capabilities that a fleet never has, even if all of its engines do."""
 _AT_ENGINE: Final = frozenset({Capability.STREAMING, Capability.ABORT})
-"""Capabilities without which the engine page cannot look for stops on text itself."""
+"""Capabilities without which ``InferenceEngine`` cannot look for stops on text itself."""
 
 
 @dataclass(frozen=True, slots=True)

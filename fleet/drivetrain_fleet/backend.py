@@ -65,16 +65,16 @@ _T = TypeVar("_T")
 
 
 class FleetBackend(Backend):
-    """Several engines as the one below an engine page.
+    """The stand-in for a backend below a fleet's ``InferenceEngine``: several engines as one.
 
-    The page validates, tokenises, looks for stops and keeps the fleet's state, as over any backend. This class decides
-    which engine gets a sample, and makes one change of a change of all engines.
+    ``InferenceEngine`` validates, tokenises, looks for stops and keeps the fleet's state, as over any backend. This
+    class chooses the engine of each sample, and makes a change of all engines look like one change.
 
     Args:
-        engines: By name.
-        min_engines: How many must commit a weight update.
-        max_staleness: How many versions an engine that missed updates may be behind and serve.
-        routing: How samples are spread.
+        engines: The engines, by name.
+        min_engines: Number of engines that must commit a weight update.
+        max_staleness: Versions that an engine which missed updates may be behind and still serve.
+        routing: The policy that spreads samples over the engines.
         max_waiting: Samples that may wait for an engine.
         max_samples_per_engine: Samples that one engine may have; None: any number.
         exact_failover: Stream tokens from the engines if all can, to know which samples have none.
@@ -302,7 +302,7 @@ class FleetBackend(Backend):
         return await self._any("score()", lambda member: member.calls.reward_score(sequences))
 
     async def _any(self, action: str, call: Callable[[Member], Awaitable[_T]]) -> _T:
-        """Ask the least loaded member that serves, and another one if it dies; nothing is changed by asking twice."""
+        """Ask the least loaded member that serves, and another one if it dies. For calls that may be made twice."""
         while True:
             member = self.members.least_loaded(action)
             member.load.taken += 1
@@ -327,7 +327,7 @@ class FleetBackend(Backend):
         await self.control.wake_up(tags)
 
     async def reset_prefix_cache(self) -> None:
-        if not self.updates.under_way:  # each engine resets its own when it commits
+        if not self.updates.under_way:  # each engine resets its own cache when it commits
             await self.control.reset_prefix_cache()
 
     async def clear_hicache_storage(self) -> None:

@@ -14,18 +14,18 @@ from drivetrain_fleet.members import Member, Members, named, on_each, require_so
 _T = TypeVar("_T")
 
 GRACE_S: Final = 1.0
-"""How long the other engines may take to end a broadcast once one has failed, and to leave its group."""
+"""Seconds in which the other engines must end a broadcast once one has failed, and leave its group."""
 
 
 class BroadcastGroups:
-    """Lets all engines join one group, each at its own ranks, and knows who is in which.
+    """Lets all engines join one group, each at its own ranks, and keeps the list of each group's engines.
 
     The trainer is rank 0. The ranks of the first engine follow, then those of the second, in the order of the members.
     An engine that joins the fleet later is not in the group: the trainer sees that :attr:`ranks` has changed, and forms
     another one before it pushes.
 
     Args:
-        members: The fleet's.
+        members: The fleet's members.
     """
 
     def __init__(self, members: Members) -> None:

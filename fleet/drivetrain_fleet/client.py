@@ -1,4 +1,4 @@
-"""Several engines as one: the page of an engine over a fleet."""
+"""Several engines as one: an ``InferenceEngine`` over a fleet."""
 
 from __future__ import annotations
 
@@ -34,19 +34,20 @@ class InferenceEngineClient(InferenceEngine):
     """Several engines as one engine, with the same methods.
 
     The engines may run in this process or in host processes, be attached by handle, and have different backends, if
-    they serve one model. The fleet owns them: ``start`` starts those that were not, and ``teardown`` closes all; an
-    attached engine is detached and goes on.
+    they serve one model. The fleet owns them: ``start`` starts each engine that was not started, and ``teardown``
+    closes all of them; an attached engine is detached and goes on.
 
     Args:
         engines: The engines, in a sequence or by name.
-        min_engines: How many engines must commit a weight update. If fewer do, the update fails and none serves until
-            one is committed; else those that did not are stale, and get no requests until the next complete update.
-        max_staleness: How many versions an engine may be behind and still serve, if it missed weight updates and its
+        min_engines: Number of engines that must commit a weight update. If fewer do, the update fails and no engine
+            serves until one is committed. Otherwise an engine that did not commit is stale, and gets no requests until
+            the next complete update.
+        max_staleness: Versions that an engine may be behind and still serve, if it missed weight updates and its
             weights are intact. Completions carry the version that made them. 0: such an engine is stale.
-        routing: How samples are spread.
+        routing: The policy that spreads samples over the engines.
         max_waiting: Samples that may wait for an engine; another one is refused with :class:`EngineBusy`.
         max_samples_per_engine: Samples that one engine may have at a time; the others wait in the fleet, and go to
-            whichever engine has room first. None: any number.
+            the first engine that has room. None: any number.
         exact_failover: Stream tokens from the engines also for calls that want whole completions, to know which samples
             have none when an engine is lost: they go to another one. If false, each sample that the engine had fails;
             that saves a message per token.

@@ -46,7 +46,7 @@ class FleetControl:
         self.members = members
         self._seconds = seconds
         self.frozen: PauseMode | None = None
-        """How the fleet has frozen its requests."""
+        """The mode in which the fleet has frozen its requests; None: they run."""
         self.asleep: frozenset[MemoryTag] = frozenset()
         self.adapters: dict[str, FleetAdapter] = {}
         self.kept = KeptAdapters()

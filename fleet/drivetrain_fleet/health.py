@@ -7,9 +7,9 @@
 
 An engine can be paused, drained and behind with its weights at once, so a status keeps these apart, and ``health``
 names the one that takes precedence. STALE is left only by a committed update, or by weights that are shown to be the
-fleet's: an engine with other weights would answer with tokens of a version that nobody asked for. Nothing leads out of
-FAILED, and DRAINING ends when the engine has left the fleet. LAGGING is an engine that missed an update, whose weights
-are still those of a version that the fleet committed; ``max_staleness`` bounds how many versions it may be behind.
+fleet's: an engine with other weights would answer with tokens of the wrong version. FAILED is final, and DRAINING ends
+when the engine has left the fleet. A LAGGING engine missed an update and still has the weights of an earlier version
+of the fleet; ``max_staleness`` bounds how many versions it may be behind.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ EXPLAINED: Final = (Health.STALE, Health.LAGGING, Health.FAILED)
 
 @dataclass(frozen=True, slots=True)
 class MemberStatus:
-    """All that decides whether an engine gets requests. Each transition returns the next status or raises."""
+    """The facts that decide whether an engine gets requests. Each transition returns the next status or raises."""
 
     version: str = ""
     """The weight version that it was last seen to serve."""
@@ -51,14 +51,14 @@ class MemberStatus:
     synced: bool = False
     """True if its weights are the fleet's."""
     behind: int = 0
-    """How many versions of the fleet a lagging engine has missed; 0 if it does not lag."""
+    """Number of the fleet's versions that a lagging engine has missed; 0 if it does not lag."""
     updating: bool = False
     paused: bool = False
     """True while the engine itself holds requests: paused or asleep."""
     draining: bool = False
     failed: bool = False
     why: str = ""
-    """Why it is stale, lagging or failed."""
+    """The reason for which it is stale, lagging or failed."""
 
     @property
     def servable(self) -> bool:

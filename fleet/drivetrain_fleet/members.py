@@ -43,7 +43,7 @@ class MemberReport:
     name: str
     health: Health
     why: str
-    """Why it is stale, lagging or failed, or which of its memory sleeps; empty otherwise."""
+    """The reason for which it is stale, lagging or failed, or the memory that sleeps; empty otherwise."""
     version: str
     """The weight version that it serves."""
     samples: int
@@ -74,7 +74,7 @@ class Member:
         self._changed = changed
         self._watching = False
         self._ours = 0
-        """How many changes of the fleet's own are under way on it."""
+        """Number of changes that the fleet itself is making to it."""
 
     def __repr__(self) -> str:
         return f"<Member {self.name}: {self.status.describe()}>"
@@ -106,11 +106,11 @@ class Member:
         self.move_to(self.status.stale(why))
 
     def missed(self, why: str, most: int) -> bool:
-        """Note that it missed an update of the fleet; return True if it serves on, LAGGING, and False if it is STALE.
+        """Record a missed update of the fleet; return True if the member serves on, LAGGING, and False if it is STALE.
 
         Args:
-            why: Why it missed it.
-            most: How many versions it may be behind. It is stale if its weights may have been touched.
+            why: The reason, for messages.
+            most: Versions that it may be behind. If the update may have touched its weights, it is stale.
         """
         engine, status = self.engine, self.status
         intact = engine.status.weights is WeightState.CLEAN and engine.get_weight_version() == status.version
@@ -210,12 +210,12 @@ class Members:
 
     @property
     def synced(self) -> list[Member]:
-        """Those of :attr:`serving` whose weights are the fleet's."""
+        """Members in :attr:`serving` whose weights are the fleet's."""
         return [member for member in self.serving if member.status.synced]
 
     @property
     def servable(self) -> list[Member]:
-        """Those of :attr:`serving` that may have requests: the synced ones, and the lagging ones."""
+        """Members in :attr:`serving` that may have requests: the synced ones, and the lagging ones."""
         return [member for member in self.serving if member.status.servable]
 
     def least_loaded(self, action: str) -> Member:

@@ -1,4 +1,4 @@
-"""The parts of an engine page that are others over a fleet."""
+"""The parts of an ``InferenceEngine`` that are different over a fleet."""
 
 from __future__ import annotations
 

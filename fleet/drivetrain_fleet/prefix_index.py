@@ -1,4 +1,4 @@
-"""Which engine has seen the beginning of a prompt: hashes of blocks of tokens, bounded in number."""
+"""Index of the prefixes that each engine has seen: hashes of blocks of tokens, bounded in number."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Blocks:
     rest: tuple[int, ...]
     """Tokens after the last whole block."""
     adapter: str | None = None
-    """Name of the LoRA adapter, whose cache is another; None: none."""
+    """Name of the LoRA adapter, which has a cache of its own; None: no adapter."""
 
     def __len__(self) -> int:
         return len(self.hashes)
@@ -46,7 +46,7 @@ class Blocks:
 
 
 class PrefixIndex:
-    """The prefixes that one engine has probably cached: those it was sent last.
+    """The prefixes that one engine has probably cached: the last ones that it was sent.
 
     Args:
         capacity: Most blocks; the ones that were not used for longest are forgotten first, a prompt's end before its
@@ -80,7 +80,7 @@ class PrefixIndex:
         return count * BLOCK
 
     def add(self, blocks: Blocks) -> None:
-        """Take note that the engine is sent this prompt."""
+        """Record a prompt that the engine is sent."""
         seen = self._seen
         # From the end on, so that the beginning is newest: a block is of no use without those before it.
         for one in reversed(blocks.hashes[: self._capacity]):

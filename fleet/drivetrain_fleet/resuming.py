@@ -1,4 +1,4 @@
-"""Going on with a sample at another engine, from the tokens that it has."""
+"""Continues a sample at another engine, from the tokens that it has."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from drivetrain.types.sampling_mask import SamplingMask
 
 
 def not_resumable(request: GenerateRequest, *, counted: bool) -> tuple[str, ...]:
-    """Return the fields of a request because of which it cannot go on from its tokens as if it was never interrupted.
+    """Return the fields of a request that keep another engine from continuing it as if it was never interrupted.
 
-    The next engine takes the tokens for a part of the prompt. Its grammar would forget them, and whatever an engine
+    The next engine takes the tokens for a part of the prompt. Its grammar would forget them, and values that an engine
     returns with a whole result would be lost. Stops on text are found by the fleet, which sees all tokens.
 
     Args:
@@ -46,7 +46,7 @@ class SoFar:
     """Tokens of one sample from the engines that were lost with it, and what remains to be generated.
 
     Args:
-        request: As the fleet got it.
+        request: The request, as the fleet got it.
     """
 
     def __init__(self, request: GenerateRequest) -> None:

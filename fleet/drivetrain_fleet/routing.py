@@ -1,4 +1,4 @@
-"""Which engine gets a sample: least load in tokens, sticky sessions, and prefixes that an engine has seen.
+"""Chooses the engine of a sample: least load in tokens, sticky sessions, and prefixes that an engine has seen.
 
 Pure and deterministic: the same calls in the same order give the same answers.
 """
@@ -17,7 +17,7 @@ from drivetrain_fleet.prefix_index import Blocks, PrefixIndex
 
 @dataclass(frozen=True, slots=True)
 class RoutingPolicy:
-    """How samples are spread over the engines of a fleet.
+    """Policy that spreads samples over the engines of a fleet.
 
     Raises:
         InvalidConfig: A value is wrong.
@@ -29,7 +29,7 @@ class RoutingPolicy:
     """Affinity yields to the least loaded engine if the preferred one's load exceeds that engine's by more tokens than
     this, and by more than :attr:`margin_ratio`."""
     margin_ratio: float = 1.5
-    """How many times the least load the preferred engine may have."""
+    """Largest load of the preferred engine, as a multiple of the least load."""
     prefix_blocks: int = 1 << 16
     """Most blocks of 32 tokens that are remembered per engine."""
     sessions: int = 1 << 16
@@ -96,7 +96,7 @@ class Router:
         return preferred
 
     def sent(self, work: Work, name: str) -> None:
-        """Take note that a sample goes to this engine."""
+        """Record that a sample goes to this engine."""
         if self.policy.prefix_affinity:
             self._index(name).add(work.blocks)
         if work.session is not None:
@@ -106,7 +106,7 @@ class Router:
                 self._sessions.popitem(last=False)
 
     def answered(self, work: Work, token_ids: Sequence[int], name: str) -> None:
-        """Take note of a prompt together with its answer, which the next turn's prompt begins with."""
+        """Record prompt and answer as seen by the engine: the next turn's prompt begins with them."""
         if self.policy.prefix_affinity:
             self._index(name).add(work.blocks.followed_by(token_ids))
 

@@ -1,4 +1,4 @@
-"""Which member has which sample: admission, the queue, and who gets the next one."""
+"""Assigns samples to members: admission, the queue, and the choice of the next sample's member."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Ticket:
     """Tokens that the sample has; 1 if the fleet does not see them and there may be some."""
     aborted: bool = False
     evicted: str = ""
-    """Why the member must not continue this sample; empty if it may."""
+    """The reason for which the member must not continue this sample; empty if it may."""
     lost_by: dict[Member, DrivetrainError] = field(default_factory=dict)
     """Members that were lost while they held this sample, before it had a token."""
     waiter: asyncio.Future[None] | None = None
@@ -45,8 +45,8 @@ class Sending:
     """Gives each sample to a member, or lets it wait in a bounded queue.
 
     Args:
-        members: The fleet's.
-        router: Chooses between those that take requests.
+        members: The fleet's members.
+        router: Chooses among the members that take requests.
         most_waiting: Samples that may wait.
         most_samples: Samples that one member may have; None: any number.
         held: Returns True while the fleet as a whole is paused or has no servable weights: samples wait then.
@@ -79,7 +79,7 @@ class Sending:
     # Tickets -----------------------------------------------------------------------------------------------------
 
     def open(self, request: GenerateRequest, session: str | None) -> Ticket:
-        """Take note of a sample."""
+        """Make a sample's ticket, by which later calls find the sample."""
         ticket = Ticket(request, Work(self._blocks(request), session))
         self._tickets[request.request_id] = ticket
         return ticket
@@ -108,7 +108,7 @@ class Sending:
 
     @property
     def waiting(self) -> int:
-        """How many samples wait."""
+        """Number of samples that wait."""
         return self._waiting
 
     # Admission ---------------------------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ class Sending:
         try:
             await ticket.waiter
         except BaseException:
-            self.leave(ticket)  # it may have been given one at the same time
+            self.leave(ticket)  # the ticket may have got a member at the same time
             raise
         finally:
             self._waiting -= 1

@@ -57,7 +57,7 @@ class _Update:
     members: list[Member]
     """Members that still take part in the update."""
     lost: dict[Member, DrivetrainError] = field(default_factory=dict)
-    """Those that are not any more."""
+    """Members that were lost during the update, with their errors."""
     begun: bool = False
     stale: set[Member] = field(default_factory=set)
     """Members that were stale before."""
@@ -73,13 +73,13 @@ class _Update:
 
 
 class FleetUpdates:
-    """Runs the updates of a fleet, one at a time; the engine page sees to that.
+    """Runs the updates of a fleet. ``InferenceEngine`` calls it for one update at a time.
 
     Args:
-        members: The fleet's.
-        min_engines: How many must commit.
-        max_staleness: How many versions a member that missed updates may be behind and serve.
-        seconds: For each step of a member.
+        members: The fleet's members.
+        min_engines: Number of members that must commit.
+        max_staleness: Versions that a member which missed updates may be behind and still serve.
+        seconds: Timeout of each step of a member.
         control: Pauses members, lets them go on, and gives them the fleet's adapters.
         broadcasts: Groups in which trainers broadcast to the members.
         evict: Ends the samples of a member that is left behind.
@@ -131,7 +131,8 @@ class FleetUpdates:
         """Let every member check and stage the update, while it serves on.
 
         Raises:
-            WeightSyncError: Fewer than ``min_engines`` could, or one that a broadcast must reach; nothing was changed.
+            WeightSyncError: Fewer than ``min_engines`` could stage it, or a member of its broadcast group could not;
+                nothing was changed.
             DrivetrainError: A member refuses the update itself; nothing was changed.
         """
         self._update = None

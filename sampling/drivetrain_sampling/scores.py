@@ -105,7 +105,7 @@ class ScoredPrompt:
     Args:
         scoring: The positions, ids and temperature, encoded or not.
         prompt: The prompt's token ids.
-        device: Where the parts are put together.
+        device: Device on which the parts are joined.
     """
 
     def __init__(self, scoring: Scoring | str, prompt: list[int], device: torch.device | str = "cpu") -> None:

@@ -1,4 +1,4 @@
-"""The ASGI application: which route is answered by what."""
+"""The ASGI application: its routes, and the objects that answer them."""
 
 from __future__ import annotations
 

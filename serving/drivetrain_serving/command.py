@@ -38,17 +38,17 @@ def serve(
     settings: SettingsOption = None,
     isolation: IsolationOption = None,
     processes: Annotated[
-        int, typer.Option(min=1, help="Number of processes that answer requests; above 1, beside the engine's own.")
+        int, typer.Option(min=1, help="Processes that answer: 1 is the engine's own, more are front-ends beside it.")
     ] = 1,
-    engines: Annotated[int, typer.Option(min=1, help="Number of engines, behind one port.")] = 1,
-    host: Annotated[str, typer.Option(help="Address to listen on; other machines want keys.")] = "127.0.0.1",
+    engines: Annotated[int, typer.Option(min=1, help="Number of engines; more than one are a fleet.")] = 1,
+    host: Annotated[str, typer.Option(help="Address to listen on; beyond this machine it needs keys.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free one.")] = 8000,
     served_model_name: Annotated[
         list[str] | None, typer.Option(help="Name of the model in requests; repeatable.", show_default=False)
     ] = None,
     dialect: Annotated[
         Literal["vllm", "sglang"],
-        typer.Option(help="Server whose answers are given on paths that vLLM and SGLang both have."),
+        typer.Option(help="Whose answer to give on paths that vLLM and SGLang both have."),
     ] = "vllm",
     api_key: Annotated[
         str | None,
@@ -65,13 +65,13 @@ def serve(
     ] = False,
     lora_folder: Annotated[
         Path | None,
-        typer.Option(help="Folder of adapters that are loaded when a request first names one.", show_default=False),
+        typer.Option(help="Folder of adapters; each is loaded when a request first names it.", show_default=False),
     ] = None,
     cast_weights: Annotated[
         bool,
         typer.Option(
             "--cast-weights/--no-cast-weights",
-            help="Round weights of a trainer's group to the engine's dtype, or refuse a dtype that would be rounded.",
+            help="Round weights that a trainer broadcasts to the engine's dtype, or refuse them.",
         ),
     ] = True,
     log_requests: Annotated[
@@ -82,23 +82,26 @@ def serve(
     ] = False,
     keep_answers: Annotated[
         bool,
-        typer.Option("--keep-answers", help="Recorded sessions keep answers whose reasoning the chat template drops."),
+        typer.Option(
+            "--keep-answers",
+            help="Keep answers of recorded sessions whole, with reasoning that the template drops.",
+        ),
     ] = False,
     session_timeout: Annotated[
         float, typer.Option(min=1, help="Seconds without use after which a recorded session expires.")
     ] = 3600.0,
     session_memory: Annotated[
-        int, typer.Option(min=1, help="Bytes of memory for recorded sessions; the rest goes to disk.")
+        int, typer.Option(min=1, help="Bytes of memory for recorded sessions; further sessions go to disk.")
     ] = 1 << 30,
     session_folder: Annotated[
         Path | None,
-        typer.Option(help="Folder for recorded sessions beyond the memory.", show_default=False),
+        typer.Option(help="Folder for recorded sessions that do not fit into memory.", show_default=False),
     ] = None,
 ) -> None:
-    """Serve an engine by HTTP: OpenAI's routes, and those of vLLM's and SGLang's servers for RL.
+    """Serve an engine by HTTP, with the routes of OpenAI, vLLM and SGLang.
 
-    Prints the address once the engine is ready. At SIGTERM or Ctrl-C requests in flight get 30 s to end; then the
-    engine ends too.
+    Prints the address once the engine is ready. At SIGTERM or Ctrl-C, requests in flight get 30 s to end;
+    then the engine ends.
     """
     try:
         served = ServerConfig(

@@ -38,7 +38,7 @@ class SessionConfig(BaseModel):
 
 
 class ServerConfig(BaseModel):
-    """Where the server listens, who may call it, and what it bounds."""
+    """The server's address, keys and limits."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -125,7 +125,9 @@ class ServerConfig(BaseModel):
         if is_loopback(self.host):
             return self
         if self.api_key is None:
-            raise ValueError(f"host={self.host!r} can be reached from other machines; give an api_key")
+            raise ValueError(
+                f"host={self.host!r} can be reached from other machines; give an api_key and a control_key"
+            )
         if self.control_key is None and not self.open_control:
             raise ValueError(
                 f"host={self.host!r} can be reached from other machines, and whoever reaches it could change the "

@@ -48,7 +48,7 @@ async def metrics_of(engine: InferenceEngine, answers: Mapping[str, Mapping[int,
 async def _asked(engine: InferenceEngine) -> _Asked:
     try:
         return _Asked(engine, await engine.stats())
-    except DrivetrainError:  # an engine that cannot say still has a state, which says why
+    except DrivetrainError:  # an engine that cannot answer still has a state, which gives the reason
         return _Asked(engine, None)
 
 

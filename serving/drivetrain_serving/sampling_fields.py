@@ -1,4 +1,4 @@
-"""Values of sampling parameters that both dialects write in another way than the engine page."""
+"""Values of sampling parameters that both dialects write in another way than ``SamplingParams``."""
 
 from __future__ import annotations
 

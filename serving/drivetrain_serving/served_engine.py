@@ -172,10 +172,10 @@ class ServedEngine:
         """Return the adapter that a request's ``model`` names; None for the model itself.
 
         An adapter of ``lora_folder`` is loaded when it is first named. If the engine has no room, it takes the place of
-        the one loaded so that was named least recently and that no request uses.
+        the least recently named idle adapter of that folder.
 
         Raises:
-            InvalidRequest: nothing of that name is served.
+            InvalidRequest: no model or adapter of that name is served.
             TooManyAdapters: the engine has no room, and its adapters were all loaded by control routes.
             EngineBusy: requests use every such adapter for longer than ``timeouts.control``.
         """

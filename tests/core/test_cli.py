@@ -97,6 +97,12 @@ def test_an_error_is_one_clean_message_without_a_traceback(run: Run, model: str)
     assert "Traceback" not in err
 
 
+def test_an_unknown_backend_is_named_before_a_model_is_asked_for(run: Run) -> None:
+    code, _, err = run("backends", "transformer")
+    assert code == 1
+    assert err.startswith("UnknownBackend: there is no backend named 'transformer'")
+
+
 def test_traceback_is_shown_when_asked_for(model: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "drivetrain", "--traceback", "backends", "transformer", "--model", model],
@@ -315,6 +321,27 @@ def test_generate_refuses_contradictory_usage(run: Run, arguments: list[str]) ->
     code, out, err = run("generate", *arguments)
     assert (code, out) == (2, "")
     assert "Usage: drivetrain generate" in err
+
+
+# drivetrain host -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key", "said"),
+    [
+        (["--listen", "nonsense"], "k" * 16, "listen='nonsense': expected HOST:PORT"),
+        (["--listen", "no name:0"], "k" * 16, "'no name' is no host name"),
+        (["--listen", "127.0.0.1:0"], "short", "key has 5 characters"),
+    ],
+)
+def test_a_host_refuses_what_no_handle_can_have_before_it_loads_the_model(
+    run: Run, monkeypatch: pytest.MonkeyPatch, model: str, arguments: list[str], key: str, said: str
+) -> None:
+    monkeypatch.setenv("DRIVETRAIN_KEY", key)
+    code, out, err = run("host", "--model", model, *arguments)
+    assert (code, out) == (1, "")
+    assert said in err
+    assert "starting transformers" not in err
 
 
 # Commands of other packages ------------------------------------------------------------------------------------------

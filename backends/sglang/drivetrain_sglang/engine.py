@@ -30,9 +30,9 @@ from drivetrain.backend.toolkit.model_folder import (
     has_experts,
     require_dense_for_adapters,
 )
+from drivetrain.backend.toolkit.serial_calls import SerialCalls
 from drivetrain.backend.toolkit.start_errors import start_errors
 from drivetrain.backend.toolkit.translation import shortened_all
-from drivetrain.backend.toolkit.whole_calls import WholeCalls
 from drivetrain.backend.toolkit.xgrammar_limits import refuse_ignored_parts
 from drivetrain.errors import (
     EngineDied,
@@ -90,7 +90,7 @@ _MEMORY_SAVERS: Final = frozenset(
 """Capabilities that SGLang's memory saver provides on a GPU."""
 
 _RECOMPUTED: Final = frozenset({Capability.PAUSE_RETRACT, Capability.WEIGHT_UPDATE_IN_FLIGHT_RETRACT})
-"""Capabilities that compute generated tokens again in one pass, which on a GPU rounds otherwise than step by step."""
+"""Capabilities that recompute generated tokens in one pass, whose rounding on a GPU differs from single steps'."""
 
 _SEEN_S: Final = 1.0
 """Time within which the end of one of SGLang's processes is noticed."""
@@ -123,7 +123,7 @@ class SGLangBackend(WorkerBackend[Collected]):
         """Layers whose experts SGLang records, if it was told to."""
         self._media: VisionReader | SoundReader | None = None
         self._profile: tuple[Path, set[Path]] = (Path(), set())
-        self._manager_calls = WholeCalls()
+        self._manager_calls = SerialCalls()
         """Calls of SGLang's that number no answers."""
 
     @classmethod

@@ -96,7 +96,7 @@ class SGLangServerBackend(ServerBackend[ServerSays]):
     # Lifecycle ---------------------------------------------------------------------------------------------------
 
     async def start(self, report: Callable[[str], None]) -> ModelInfo:
-        """Connect, and detect what the server does not report: how logprobs are computed."""
+        """Connect, and detect how logprobs are computed, which the server does not report."""
         says = await self.connect(report)
         self.version = says.weight_version
         self._is_incremental = bool(says.server.get("incremental_streaming_output"))
@@ -152,7 +152,7 @@ class SGLangServerBackend(ServerBackend[ServerSays]):
             while self._loras and self.is_there:
                 await self.unload_lora_adapter(next(iter(self._loras)))
         except EngineDied:
-            self._loras.clear()  # they are gone with the server
+            self._loras.clear()  # the adapters are gone with the server
         await super().close()
 
     async def stats(self) -> EngineStats:

@@ -8,8 +8,8 @@ from typing import Any, Final
 
 from drivetrain.backend.base import EngineStats
 from drivetrain.backend.toolkit.engine_versions import release
-from drivetrain.checks.safe_repr import shown
 from drivetrain.errors import EngineInternalError, EngineStartError, InvalidConfig
+from drivetrain.servers.launched_fields import check_launched_fields, not_launched_with
 from drivetrain.servers.remote_backend import ENDPOINT
 from drivetrain.types.capability import Capability
 from drivetrain.types.config import EngineConfig, Task
@@ -82,7 +82,7 @@ class ServerSays:
 
 
 def claims(config: EngineConfig, says: ServerSays) -> frozenset[Capability]:
-    """Return the capabilities of a plain server: those that it has, and those that this client adds."""
+    """Return the capabilities of a plain server: its own, and the ones that this client adds."""
     if not says.model.get("is_generation", True):
         return frozenset({Capability.EMBED})
     claimed = set(_ALWAYS)
@@ -135,17 +135,14 @@ _AGREES: Final[Mapping[str, Callable[[ServerSays], object]]] = {
 }
 """Fields that only a launch can honour, with the server's own value of each."""
 
-_ANY_WILL_DO: Final = (("dtype", "auto"), ("enable_sleep", False))
-"""Fields and values that request nothing of a launch."""
-
 CONFIG_NAMES: Final[Mapping[str, str]] = {
     ENDPOINT: "the server's address",
     "endpoint_api_key": "Authorization",
     "trust_remote_code": "of the tokenizer",
-    "context_length": "kept by the engine page",
+    "context_length": "kept by InferenceEngine",
     "task": "is_embedding",
     "enable_lora": "enable_lora",
-    "max_loras": "kept by the engine page",
+    "max_loras": "kept by InferenceEngine",
     "max_lora_rank": "max_lora_rank",
     **{field: "checked against the server" for field in _AGREES if field != "weight_version"},
 }
@@ -158,14 +155,7 @@ def check_agreement(config: EngineConfig, says: ServerSays) -> None:
     Raises:
         InvalidConfig: naming the field, its value and the server's.
     """
-    for field in sorted(_AGREES.keys() & config.model_fields_set):
-        value, own = getattr(config, field), _AGREES[field](says)
-        if value != own and (field, value) not in _ANY_WILL_DO:
-            raise InvalidConfig(
-                f"{field}={value!r}, but the server at {config.endpoint} was launched with {own!r}; leave it out, or "
-                "launch the server with the configured value",
-                field=field,
-            )
+    check_launched_fields(config, says, _AGREES)
     own_rank = int(says.server.get("max_lora_rank") or 0)
     if config.enable_lora and config.max_lora_rank is not None and config.max_lora_rank > own_rank:
         raise InvalidConfig(
@@ -175,11 +165,7 @@ def check_agreement(config: EngineConfig, says: ServerSays) -> None:
         )
     for name, wanted in config.engine_kwargs.items():
         if name not in says.server or says.server[name] != wanted:
-            raise InvalidConfig(
-                f"engine_kwargs={shown({name: wanted})}: only the launch of a server can set it, and the one at "
-                f"{config.endpoint} was not launched with it; leave it out",
-                field="engine_kwargs",
-            )
+            raise not_launched_with(config, name)
     if config.task is Task.GENERATE and not says.model.get("is_generation", True):
         raise InvalidConfig(
             f"task='generate', but the model of the server at {config.endpoint} embeds; connect with task='embed'",

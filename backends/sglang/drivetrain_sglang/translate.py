@@ -1,4 +1,4 @@
-"""Translate drivetrain's names to those of SGLang. Pure functions over plain values."""
+"""Translate drivetrain's names to SGLang's. Pure functions over plain values."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ _ATTENTION_ON_A_CPU: Final = ("torch_native", "intel_amx")
 
 
 def carries_masks() -> bool:
-    """Return whether the installed SGLang brings what a sampler adds to a token to its client, without importing it."""
+    """Return whether the installed SGLang passes a sampler's additions to a token on to its client. Imports nothing."""
     return source_mentions("sglang", "srt/managers/tokenizer_manager.py", "customized_info_accumulated")
 
 
@@ -212,7 +212,7 @@ def engine_arguments(
     if device == "cpu":
         require_fields_of_a_cpu(config, "SGLang", _ATTENTION_ON_A_CPU, "max_total_tokens")
     if config.engine_kwargs.get(HOST_MEMORY) == BUFFER_ONLY:
-        # It asserts that a request's key is still that of its fetched prefix, and a weight update renews the key.
+        # SGLang asserts that a request still has the key of its fetched prefix, and a weight update renews the key.
         raise InvalidConfig(
             f"engine_kwargs holds {HOST_MEMORY}={BUFFER_ONLY!r}: SGLang ends if the weights change while a request "
             "waits for which it has fetched a prefix; leave it out, or set 'cache'",
@@ -316,7 +316,7 @@ def sampling_params(request: GenerateRequest, *, deterministic: bool = False) ->
 
 
 class Ending(Enum):
-    """How a stock SGLang, which ends at its own EOS ids, is made to end at a request's stop ids."""
+    """Makes a stock SGLang, which ends at its own EOS ids, end at a request's stop ids."""
 
     BY_ITSELF = "by itself"
     """SGLang's own EOS ids are among the request's stops."""
@@ -647,7 +647,7 @@ def require_pooling(wanted: PoolingMode, applied: str | None) -> None:
         applied: Name of SGLang's ``PoolingType`` for the model; None if it is not known.
 
     Raises:
-        InvalidConfig: SGLang pools otherwise.
+        InvalidConfig: SGLang pools in another way.
     """
     if applied != _POOLING_TYPES[wanted]:
         raise InvalidConfig(

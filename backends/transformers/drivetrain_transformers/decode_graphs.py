@@ -84,7 +84,7 @@ class FixedStep:
         return cls(shape, torch.zeros(2 * shape.rows + 2, dtype=torch.long, device=device))
 
     def set(self, ids: list[int], positions: list[int], column: int) -> None:
-        """Set the numbers of the next step, in which as many rows are in use as there are ids."""
+        """Set the next step's numbers. One row is in use for each id."""
         empty = [0] * (self.shape.rows - len(ids))
         self.numbers.copy_(torch.tensor([*ids, *empty, *positions, *empty, column, len(ids)], dtype=torch.long))
 
@@ -119,7 +119,7 @@ class FixedStep:
         return (seen | (places == self.column))[:, None, None]
 
     def write(self, buffer: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-        """Write keys or values of the new tokens; return those of the shape's rows and columns.
+        """Write keys or values of the new tokens; return the part of the buffer that the shape covers.
 
         Args:
             buffer: Shape (rows of the buffers, heads, columns of the buffers, head size).
@@ -241,7 +241,7 @@ class DecodeGraphs:
     def _check(self, found: torch.Tensor, wanted: torch.Tensor, graph: _Graph) -> None:
         finite = wanted.isfinite().all(-1)
         if not bool(finite.any()):
-            return  # nothing can be compared: the next step tries again
+            return  # no row has logits that can be compared: the next step tries again
         found, wanted = found[finite].float(), wanted[finite].float()
         difference = float((found - wanted).norm() / wanted.norm())
         if difference <= _TOLERATED:

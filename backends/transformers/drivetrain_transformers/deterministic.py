@@ -3,7 +3,7 @@
 Rounding depends on the shapes of a forward pass. With ``deterministic=True`` a prompt is computed in chunks that begin
 at multiples of a fixed length, and each later token in a pass of its own. A cached prefix ends where a chunk begins. A
 retracted row computes its prompt in the same chunks again, and then its generated tokens one at a time. So each number
-comes from the same passes over the same values, whatever else the engine computes or has computed.
+comes from the same passes over the same values, beside any other work of the engine.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ class TransformersBackend(Backend):
         self._preparing: set[str] = set()
         """Ids of requests whose media are being prepared."""
         self._aborted: set[str] = set()
-        """Those requests among them that were aborted meanwhile."""
+        """Requests among them that were aborted meanwhile."""
 
     @classmethod
     def capabilities(cls, config: EngineConfig) -> frozenset[Capability]:

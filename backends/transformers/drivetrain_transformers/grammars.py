@@ -151,7 +151,7 @@ class GrammarState:
 
     @property
     def is_complete(self) -> bool:
-        """True if nothing can follow and the model has no EOS to say so."""
+        """True if the grammar allows no further token and the model has no EOS id, which would otherwise be drawn."""
         return not self._has_ends and self.matcher.is_completed() and self.is_stuck
 
     @property
@@ -171,7 +171,7 @@ class GrammarMask:
         self._filler = xgrammar.BatchGrammarMatcher()
         is_forbidden = (torch.arange(256)[:, None] >> torch.arange(8)) & 1 == 0
         self._biases = torch.zeros(256, 8).masked_fill(is_forbidden, -torch.inf).to(device)
-        """For each value of an octet, what is added to the logits of its eight tokens, the lowest bit's first."""
+        """For each value of an octet, the biases of its eight tokens, the lowest bit's first."""
 
     def apply(self, logits: torch.Tensor, states: Sequence[GrammarState | None]) -> torch.Tensor:
         """Return a float32 copy of ``logits`` in which tokens that a row's grammar forbids are minus infinity.

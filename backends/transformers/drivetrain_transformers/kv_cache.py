@@ -1,6 +1,6 @@
 """The KV cache of a running batch whose rows join and leave between steps.
 
-Rows are aligned at their newest token, so that one step appends one column for all of them, whatever their lengths;
+Rows are aligned at their newest token, so that one step appends one column for rows of all lengths;
 columns to the left of a row's first token are masked. This is the layout of a left-padded batch, which every causal LM
 of transformers handles, so nothing here depends on the architecture.
 
@@ -128,7 +128,7 @@ class RunningCache(Cache):
 
     @contextmanager
     def fixed(self, step: FixedStep) -> Iterator[torch.Tensor]:
-        """Write and show what a fixed step computes; yield its attention mask."""
+        """Limit writes and reads inside the block to the fixed step's rows and columns; yield its attention mask."""
         self._fixed = step
         try:
             yield step.mask(self._mask[: step.shape.rows, step.shape.start : step.shape.end])
@@ -186,7 +186,7 @@ class RunningCache(Cache):
             buffer[row].zero_()
 
     def read(self, row: int, length: int) -> RowCache:
-        """Copy what is held of the first ``length`` tokens of a row; with recurrent states, of all its tokens."""
+        """Copy the cache of a row's first ``length`` tokens; with recurrent states, of all its tokens."""
         assert not self._states or length == self.lengths[row], "recurrent states cannot be cut back"
         begin = self._end - self.lengths[row]
         span = slice(begin, begin + length)
@@ -303,7 +303,7 @@ def _rows(cache: Cache) -> int:
 
 
 def row_cache(cache: Cache, row: int, length: int) -> RowCache:
-    """Copy what a left-padded cache holds of a row's ``length`` tokens, its last columns."""
+    """Copy a row's ``length`` tokens, the last columns, from a left-padded cache."""
     pairs = [
         (keys[row : row + 1, :, -length:].clone(), values[row : row + 1, :, -length:].clone())
         for keys, values in keys_and_values(cache)

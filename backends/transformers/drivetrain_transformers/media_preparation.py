@@ -63,7 +63,7 @@ class MediaPreparation(ABC, Generic[OneMedium]):
 
     @torch.inference_mode()
     def _difference(self, token_ids: list[int], media: RowMedia) -> float:
-        """Return how far a row's logits in a padded batch are from those of the model's plain forward pass."""
+        """Return the relative difference between a row's logits in a padded batch and in a plain forward pass."""
         device = self._loaded.device
         arguments = {name: tensor.to(device) for medium in media.media for name, tensor in medium.inputs.items()}
         ids = torch.tensor([token_ids], device=device)

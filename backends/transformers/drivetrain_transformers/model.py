@@ -330,7 +330,7 @@ class LoadedModel:
 
     @torch.inference_mode()
     def head(self, before_head: torch.Tensor, adapter: str | None) -> torch.Tensor:
-        """Run the model without its layers: the head, and whatever the model does to its logits.
+        """Run the model without its layers: the head, and the model's own changes of its logits.
 
         Args:
             before_head: Output of the layers at some positions; (positions, hidden size).

@@ -28,7 +28,7 @@ class Prefilled:
     states: torch.Tensor | None
     """Shape (sequences, hidden size), if any sequence wants hidden states."""
     experts: torch.Tensor | None
-    """Those of the last position, (sequences, layers, experts per token), if any sequence wants experts."""
+    """Experts of the last position, (sequences, layers, experts per token), if any sequence wants them."""
 
 
 class Budget:

@@ -1,6 +1,6 @@
-"""Recurrent states of rows: what Mamba layers, linear attention and short convolutions keep instead of keys and values.
+"""Recurrent states of rows, which Mamba layers, linear attention and short convolutions keep instead of a KV cache.
 
-A state is one tensor of shape (rows, …) whatever the row's length; it cannot be cut back to an earlier token.
+A state is one tensor of shape (rows, …) for rows of any length; it cannot be cut back to an earlier token.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def states_of(cache: Cache) -> dict[Slot, torch.Tensor]:
 
 
 def put_states(layers: Sequence[Any], states: States) -> None:
-    """Make ``states`` those of a cache's layers. A forward pass updates them in place."""
+    """Put ``states`` into a cache's layers. A forward pass updates them in place."""
     for (place, kind, number), state in states.items():
         layer = layers[place]
         getattr(layer, f"{kind}_states")[number] = state

@@ -305,7 +305,7 @@ class Scheduler:
         self._sampler = None
         self._suspects.difference_update(group)
         if joined[0].has_after(self._cache.lengths[first] - 1):
-            return  # steps compute its other tokens again
+            return  # steps compute the sequence's other tokens again
         sampler = Sampler([sequence.row for sequence in joined], self.model.device)
         drawn = self._draw(sampler, prefilled.logits[to_run], joined)
         states, experts = (None if found is None else found[to_run] for found in (prefilled.states, prefilled.experts))

@@ -12,7 +12,7 @@ from drivetrain_transformers.kv_cache import RowCache, RunningCache
 class SeparateCaches:
     """A cache for each running row, in place of one for all of them.
 
-    A row's buffers have the strides that its own length gives them, whatever rows were there before.
+    The strides of a row's buffers depend on its own length only, not on earlier rows.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class SeparateCaches:
         """Do nothing: rows that are computed alone are computed without graphs."""
 
     def read(self, row: int, length: int) -> RowCache:
-        """Copy what is held of a row's first ``length`` tokens."""
+        """Copy the cache of a row's first ``length`` tokens."""
         return self._rows[row].read(0, length)
 
     def clear(self, *, free: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Translate drivetrain's names to those of transformers. Pure functions over plain values."""
+"""Translate drivetrain's names to transformers'. Pure functions over plain values."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CONFIG_NAMES: Final[Mapping[str, str]] = {
     "deterministic": "one row in each forward pass (CPU)",
     "enable_sleep": "always ready",
     "enable_lora": "peft",
-    "max_loras": "kept by the engine page",
+    "max_loras": "kept by InferenceEngine",
     "max_lora_rank": "largest rank of a peft adapter",
     "task": "the AutoModel class of the task, and of the media that the model takes",
     "media": "drivetrain.media",

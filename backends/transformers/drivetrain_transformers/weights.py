@@ -71,7 +71,7 @@ class Weights:
 
     @property
     def groups(self) -> Groups:
-        """The groups in which trainers broadcast to this engine."""
+        """Groups of trainers that broadcast to this engine."""
         return self._receiver.groups
 
     def join(self, spec: CommunicatorSpec) -> None:

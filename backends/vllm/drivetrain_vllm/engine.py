@@ -192,7 +192,7 @@ class VLLMBackend(WorkerBackend[Collected]):
             longest = min(longest, short)  # above this, vLLM uses the long factors for every sequence
             context_length = longest - room
         if longest > model.own_length:
-            os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"  # no sequence gets that long
+            os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"  # longer than any sequence gets
         # Spawn processes: forked ones would inherit CUDA state and threads.
         method = os.environ.setdefault(_START_METHOD, "spawn")
         if device == "cpu":

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from drivetrain.backend.base import EngineStats
-from drivetrain.checks.safe_repr import shown
 from drivetrain.errors import EngineInternalError, EngineStartError, InvalidConfig, InvalidRequest
+from drivetrain.servers.launched_fields import check_launched_fields, disagreement, not_launched_with
 from drivetrain.servers.remote_backend import ENDPOINT
 from drivetrain.types.capability import Capability
 from drivetrain.types.config import EngineConfig, Task
@@ -145,7 +145,7 @@ class ServerSays:
 
 
 def claims(config: EngineConfig, says: ServerSays) -> frozenset[Capability]:
-    """Return the capabilities of a plain server: those that it has, and those that this client adds."""
+    """Return the capabilities of a plain server: its own, and the ones that this client adds."""
     if not says.generates:
         own = {Task.EMBED: Capability.EMBED, Task.REWARD: Capability.REWARD_SCORE}
         return frozenset({own[config.task]} if config.task in own else ())
@@ -222,14 +222,11 @@ _AGREES: Final[Mapping[str, Callable[[ServerSays], object]]] = {
 }
 """Fields that only a launch can honour, with the server's own value of each."""
 
-_ANY_WILL_DO: Final = (("dtype", "auto"), ("enable_sleep", False))
-"""Fields and values that request nothing of a launch."""
-
 CONFIG_NAMES: Final[Mapping[str, str]] = {
     ENDPOINT: "the server's address",
     "endpoint_api_key": "Authorization",
     "trust_remote_code": "of the tokenizer",
-    "context_length": "kept by the engine page",
+    "context_length": "kept by InferenceEngine",
     "task": "runner",
     **{field: "checked against the server" for field in _AGREES},
 }
@@ -242,21 +239,14 @@ def check_agreement(config: EngineConfig, says: ServerSays) -> None:
     Raises:
         InvalidConfig: naming the field, its value and the server's.
     """
-    for field in sorted(_AGREES.keys() & config.model_fields_set):
-        value, own = getattr(config, field), _AGREES[field](says)
-        if value != own and (field, value) not in _ANY_WILL_DO:
-            raise _disagreement(config, field, value, own)
+    check_launched_fields(config, says, _AGREES)
     label = says.weight_version
     if "weight_version" in config.model_fields_set and label not in (UNLABELLED, config.weight_version):
-        raise _disagreement(config, "weight_version", config.weight_version, label)
+        raise disagreement(config, "weight_version", label)
     for name, wanted in config.engine_kwargs.items():
         held = [part[name] for part in says.config.values() if isinstance(part, Mapping) and name in part]
         if wanted not in held:
-            raise InvalidConfig(
-                f"engine_kwargs={shown({name: wanted})}: only the launch of a server can set it, and the one at "
-                f"{config.endpoint} was not launched with it; leave it out",
-                field="engine_kwargs",
-            )
+            raise not_launched_with(config, name)
     if (config.task is Task.GENERATE) is not says.generates:
         model = "generates" if says.generates else "does not generate"
         raise InvalidConfig(
@@ -264,14 +254,6 @@ def check_agreement(config: EngineConfig, says: ServerSays) -> None:
             f"task={'generate' if says.generates else 'embed or reward'}",
             field="task",
         )
-
-
-def _disagreement(config: EngineConfig, field: str, value: object, own: object) -> InvalidConfig:
-    return InvalidConfig(
-        f"{field}={value!r}, but the server at {config.endpoint} was launched with {own!r}; leave it out, or launch "
-        "the server with the configured value",
-        field=field,
-    )
 
 
 def check_count(params: SamplingParams, says: ServerSays) -> None:

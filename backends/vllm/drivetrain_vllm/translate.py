@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false
-"""Translate drivetrain's names to those of vLLM. Pure functions over plain values."""
+"""Translate drivetrain's names to vLLM's. Pure functions over plain values."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def engine_arguments(
         config: The configuration.
         device: The device type.
         dtype: Dtype of the checkpoint: vLLM's "auto" may choose another.
-        longest: Most tokens of prompt and output together, including those of :func:`room_of`.
+        longest: Most tokens of prompt and output together, with the reserve of :func:`room_of`.
         overrides: Fields of the model's own configuration to override.
 
     Raises:
@@ -411,7 +411,7 @@ def plain_sampling_params(request: GenerateRequest) -> dict[str, object]:
 
 
 def _grammar(params: OurParams) -> dict[str, str]:
-    """Return a request's grammar by vLLM's name of its kind; nothing if it has none."""
+    """Return a request's grammar by vLLM's name of its kind; empty if it has none."""
     match params.structured_output:
         case JsonSchema(json_schema=schema):
             return {"json": schema}
@@ -549,11 +549,11 @@ class Collected(CollectedSample):
     def _experts(self, tokens: slice, count: int) -> RoutedExperts:
         """Return the experts of some tokens.
 
-        vLLM gives those of the prompt's tokens, or of its last one, and of all output tokens but the last. It fills
-        layers without experts with zeros.
+        vLLM returns the experts of the prompt's tokens, or of its last one, and of all output tokens but the last. It
+        fills layers without experts with zeros.
 
         Args:
-            tokens: The tokens, among those of which vLLM gives experts.
+            tokens: The tokens, among the ones whose experts vLLM returns.
             count: Number of tokens.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Requests whose next token depends on more than the tokens before it, to see what a pause or an update forgets."""
+"""Requests whose next token depends on more than earlier tokens, to find state that a pause or an update loses."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class Holdings:
         )
 
     def left_since(self, before: Holdings) -> str:
-        """Describe what is held now and was not held before; empty if nothing is."""
+        """Describe the resources held now that were not held before; empty if there are none."""
         found = {
             "processes": self.children - before.children,
             "threads": sorted((self.threads - before.threads).elements()),

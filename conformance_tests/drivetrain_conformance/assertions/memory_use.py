@@ -27,7 +27,7 @@ SERIES: Final = 6
 COUNTED: Final[Mapping[str, float]] = dict.fromkeys(
     ("threads", "descriptors", "mappings of files", "tasks", "timers"), 0.5
 )
-"""Allowed growth of what is counted: a pool adds a thread now and then, a leak adds one with every piece of work."""
+"""Allowed growth of counts: a pool adds a thread now and then, a leak adds one with every piece of work."""
 _M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_THRESHOLD: Final = -3
 _GPU_PROCESS: Final = re.compile(r"process\s+(\d+) uses\s+([\d.]+) MB")
@@ -38,7 +38,7 @@ def held_bytes(engine: InferenceEngine) -> int:
     """Return the memory held now: on the GPUs if the engine uses one, otherwise by the engine's processes."""
     if engine.model_info.device.startswith("cuda"):
         return sum(held_by_device())
-    _drop_garbage()  # that of others in this process must not count against the engine
+    _drop_garbage()  # garbage of others in this process must not count against the engine
     return sum(_private_bytes(process) for process in processes_of(engine))
 
 
@@ -64,7 +64,7 @@ def _return_freed_memory_at_once() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:  # glibc
         mallopt(_M_TRIM_THRESHOLD, 0)
-        mallopt(_M_MMAP_THRESHOLD, 32 * 2**20)  # its largest, which it comes to by itself; otherwise it would stay
+        mallopt(_M_MMAP_THRESHOLD, 32 * 2**20)  # malloc would adapt it up to this, but not once the other one is set
 
 
 def held_by_device() -> list[int]:
@@ -100,7 +100,7 @@ def _held_by_process(index: int) -> dict[int, int]:
         return {}
     try:
         listed = torch.cuda.list_gpu_processes(index)
-    except (nvml.NVMLError, TypeError):  # TypeError: the driver knows the processes, but not what they hold
+    except (nvml.NVMLError, TypeError):  # TypeError: the driver lists processes without their memory
         return {}
     return {int(pid): round(float(held) * 2**20) for pid, held in _GPU_PROCESS.findall(listed)}
 
@@ -121,7 +121,7 @@ async def check_steady(
     something grew, another series continues the last one: a leak keeps growing, a cache does not.
 
     Args:
-        measure: Does a piece of work, and returns what is held after it, by name.
+        measure: Does a piece of work, and returns the resources held after it, by name.
         room: Allowed growth per piece of work, by name. Other names are ignored.
         between: The work between two measurements, for the message.
         measurements: Number in one series; at least 6. The last two series are looked at together.
@@ -219,7 +219,7 @@ def _lines_with(pid: int, name: str) -> int:
 
 
 def _private_bytes(process: psutil.Process) -> int:
-    """Return the memory of a process that no other has, without pages that the kernel may drop at any time.
+    """Return a process's private memory, without pages that the kernel may drop at any time.
 
     Unlike the USS, it leaves out unmodified pages of files: the kernel takes those back when it likes, which would look
     like memory that the engine gave back.

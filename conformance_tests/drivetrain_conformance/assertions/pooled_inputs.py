@@ -61,7 +61,7 @@ async def check_inputs_leave_nothing(bench: Bench, pool: Callable[[list[list[int
             await pool([prompt])
         return await held_by(bench.engine)
 
-    async for _ in after_other_calls(bench.engine):  # none of these may make later calls leave anything
+    async for _ in after_other_calls(bench.engine):  # after these calls, later calls must not leak
         pass
     await held_after_some()  # the first round fills caches
     room = {"bytes of memory": _ROUNDS * _ROOM, **COUNTED}

@@ -41,7 +41,7 @@ def make_adapter(
 
     Args:
         model: Folder of the model, whose attention has a ``q_proj`` and a ``v_proj``.
-        folder: Where to write.
+        folder: The folder to write.
         seed: Seed of the adapter's weights.
         rank: The adapter's rank.
         columns: Width of its inputs, to make an adapter that does not fit.

@@ -1,4 +1,4 @@
-"""Logprobs: they are correct, and of the documented distribution, whatever else a request asks for."""
+"""Logprobs: they are correct, and of the documented distribution, beside any other field."""
 
 from __future__ import annotations
 

@@ -576,7 +576,7 @@ _PARAMETERS: Final[Payload] = {
     "sure": {"type": "boolean"},
     "size": {"type": "number"},
 }
-"""Parameters of the tool ``add``: strings that could be taken for numbers, and values that Python writes otherwise."""
+"""Parameters of the tool ``add``: strings that could be taken for numbers, and values that differ in Python."""
 
 
 def _tagged(**arguments: str) -> str:

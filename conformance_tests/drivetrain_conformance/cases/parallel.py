@@ -244,7 +244,7 @@ async def every_rank_gives_its_memory_back(bench: Bench) -> None:
         share = parameter_bytes(engine) / 2
         for turn in range(3):
             awake = held_by_ranks(engine)
-            await engine.sleep([MemoryTag.WEIGHTS])  # first: beside a large cache nobody would miss them
+            await engine.sleep([MemoryTag.WEIGHTS])  # first: a large cache would hide the difference
             asleep = held_by_ranks(engine)
             # Some process of the start may have ended meanwhile.
             given_back = sorted(awake[place] - asleep[place] for place in awake.keys() & asleep.keys())[-2:]

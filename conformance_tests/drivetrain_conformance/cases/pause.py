@@ -383,7 +383,7 @@ async def _pauses_are_given_up(bench: Bench) -> None:
     async with bench.in_flight(bench.prompts(2), bench.long()):
         for after in MOMENTS:
             await given_up(engine.pause_generation(PauseMode.IN_PLACE), after)
-            if engine.is_paused:  # it had ended before
+            if engine.is_paused:  # the pause was complete by then
                 await engine.continue_generation()
             async with within("a request after a pause that was given up", seconds=_SOON):
                 await engine.generate(prompt, bench.long(2))

@@ -473,7 +473,7 @@ async def _check_the_end_of_a_long_prompt_counts(bench: Bench) -> None:
         params = bench.long(4, repetition_penalty=2.0)
         penalised = step(row, params, prompt, [], bench.tolerance()).scaled
         token = max(late, key=lambda one: float(row[one] - penalised[one]))
-        # With half of what the penalty takes from it, it would be the best.
+        # With half of the penalty, this token would be the best.
         bias = float(np.delete(penalised, token).max() - (penalised[token] + row[token]) / 2)
         params = params.model_copy(update={"logit_bias": {token: bias}})
         await _check_takes_the_best(bench, params, [prompt])

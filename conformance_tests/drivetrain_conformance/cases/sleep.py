@@ -405,10 +405,7 @@ async def retracted_requests_survive_a_sleep_of_the_cache(bench: Bench) -> None:
     """Retracted requests hold no cache: they stay frozen while it sleeps, and then continue with the same tokens."""
     engine = bench.engine
     await _can_sleep(bench, KV_CACHE)
-    await engine.pause_generation(PauseMode.RETRACT)
-    await engine.sleep([KV_CACHE])
-    await engine.wake_up([KV_CACHE])
-    await engine.continue_generation()
+    await _can_sleep_paused(engine, PauseMode.RETRACT)
     prompts, params = bench.prompts(2), bench.long(TOKENS)
     whole = (await engine.generate(prompts, params)).completions
     async with bench.in_flight(prompts, params) as task:
@@ -430,10 +427,7 @@ async def requests_frozen_in_place_keep_the_cache_awake(bench: Bench) -> None:
     """Requests frozen in place hold cache: sleep is refused, and they continue as if never paused."""
     engine = bench.engine
     await _can_sleep(bench, KV_CACHE)
-    await engine.pause_generation(PauseMode.IN_PLACE)
-    await engine.sleep([KV_CACHE])
-    await engine.wake_up([KV_CACHE])
-    await engine.continue_generation()
+    await _can_sleep_paused(engine, PauseMode.IN_PLACE)
     prompts, params = bench.prompts(2), bench.long(TOKENS)
     whole = (await engine.generate(prompts, params)).completions
     async with bench.in_flight(prompts, params) as task:
@@ -897,6 +891,14 @@ async def _can_sleep(bench: Bench, *tags: MemoryTag, update: bool = False) -> No
         await bench.engine.load_weights_from_disk(str(bench.model), bench.engine.get_weight_version())
 
 
+async def _can_sleep_paused(engine: InferenceEngine, mode: PauseMode) -> None:
+    """Let the cache sleep in a pause, without requests, so that an engine lacking either refuses before any change."""
+    await engine.pause_generation(mode)
+    await engine.sleep([KV_CACHE])
+    await engine.wake_up([KV_CACHE])
+    await engine.continue_generation()
+
+
 async def _refused(asked: Coroutine[object, object, object], state: str, mentions: str = "") -> None:
     """Require a call to be refused in time, naming the engine's state."""
     done = f"an engine that is {state} did what it was asked to do"
@@ -1011,7 +1013,7 @@ async def _check_cycles(bench: Bench, cycle: Callable[[bool], Awaitable[int]]) -
             await cycle(False)
         return {"bytes of memory": await cycle(True), **counted_of(bench.engine)}
 
-    await held_after_some()  # caches fill until then
+    await held_after_some()  # the first round fills caches
     await check_steady(held_after_some, {"bytes of memory": count * ROOM, **COUNTED}, f"{count} cycles of sleep")
 
 

@@ -1,4 +1,4 @@
-"""Stops: generation ends, and ids and text remain, as a reference that tries every prefix says."""
+"""Stop conditions: where generation ends, and its ids and text, compared with a brute-force reference."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ async def stop_token_ids_hold_where_eos_is_ignored(bench: Bench) -> None:
     given = [(run, {"ignore_eos": True, "stop_token_ids": [eos, run.token_ids[-1]]}) for run in runs]
     await _check(bench, given)
     if bench.claims(Capability.LOGIT_BIAS):
-        # Every token of this sample is EOS: only ignore_eos lets it go on, whatever other stop token ids are set.
+        # Every token of this sample is EOS: only ignore_eos lets it go on, also beside other stop token ids.
         params: dict[str, object] = {"max_new_tokens": 3, "temperature": 0, "logit_bias": {eos: _FORCE}}
         other = next(token for token in bench.prompt() if token not in bench.engine.model_info.eos_token_ids)
         (forced,) = (

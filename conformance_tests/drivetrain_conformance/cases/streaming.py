@@ -220,7 +220,7 @@ async def _read(
     """Read a stream into ``sample``; ``begun`` is set with its first chunk."""
     async with aclosing(engine.generate_stream(prompt, params)) as chunks:
         async for chunk in chunks:
-            _hear(engine, sample, chunk)
+            _hear(sample, chunk)
             begun.set()
 
 
@@ -412,7 +412,7 @@ async def a_stream_that_nobody_reads_does_no_harm(bench: Bench) -> None:
     check_same(bench, beside, whole[1:])
     sample = Heard()
     for chunk in chunks:
-        _hear(bench.engine, sample, chunk)
+        _hear(sample, chunk)
     _check_whole(sample)
     check_same(bench, [sample.completion], whole[:1])
 
@@ -488,7 +488,7 @@ async def _aborted(bench: Bench, params: SamplingParams) -> list[Heard]:
     stream = bench.engine.generate_stream(bench.prompts(2), params, request_ids=["ends", "goes-on"])
     async with aclosing(stream):
         async for chunk in stream:
-            _hear(bench.engine, heard[chunk.prompt_index], chunk)
+            _hear(heard[chunk.prompt_index], chunk)
             if len(heard[0].chunks) == 3:
                 await bench.engine.abort("ends")
             if heard[0].chunks and heard[0].chunks[-1].completion is not None:
@@ -497,7 +497,7 @@ async def _aborted(bench: Bench, params: SamplingParams) -> list[Heard]:
     return heard
 
 
-def _hear(engine: InferenceEngine, sample: Heard, chunk: CompletionChunk) -> None:
+def _hear(sample: Heard, chunk: CompletionChunk) -> None:
     """Add a chunk: it must not be empty, nor follow the last chunk."""
     assert not sample.chunks or sample.chunks[-1].completion is None, "a chunk came after the last one"
     assert chunk.token_ids or chunk.text or chunk.completion, "an empty chunk"
@@ -539,7 +539,7 @@ async def _listen(
     async with aclosing(stream):
         async for chunk in stream:
             sample = heard.setdefault((chunk.prompt_index, chunk.sample_index), Heard())
-            _hear(bench.engine, sample, chunk)
+            _hear(sample, chunk)
             shown = bench.engine.decode(sample.token_ids, skip_special_tokens=_of(params, chunk).skip_special_tokens)
             assert shown.startswith(sample.text), f"{sample.text!r} is shown, but its ids make {shown!r}"
     for sample in heard.values():

@@ -32,14 +32,14 @@ def check(
     settings: SettingsOption = None,
     isolation: IsolationOption = None,
     long_prompt: Annotated[
-        int, typer.Option(min=1, help="Most tokens of the long prompt; give more than a sliding window holds.")
+        int, typer.Option(min=1, help="Most tokens of the long prompt; give more than the model's sliding window.")
     ] = 1024,
     reference_device: Annotated[
         str | None,
-        typer.Option(help="Where transformers computes.", show_default="a GPU with enough free memory, else the CPU"),
+        typer.Option(help="Device of transformers.", show_default="a GPU with enough free memory, else the CPU"),
     ] = None,
     json: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the report there, as JSON; - is stdout.")
+        Path | None, typer.Option(metavar="FILE", help="Write the report to this file, as JSON; - is stdout.")
     ] = None,
 ) -> None:
     """Check that an engine computes a model as transformers does: logprobs, weight updates, sleep.

@@ -42,7 +42,7 @@ class Comparison:
 
     @property
     def times_plain(self) -> float:
-        """The root mean square as a multiple of that of transformers in the engine's dtype."""
+        """The root mean square, as a multiple of transformers' own in the engine's dtype."""
         return self.root_mean_square / (self.plain or 1.0)
 
     @property

@@ -1,4 +1,4 @@
-"""Find the first layer that an engine computes otherwise than the reference.
+"""Find the first layer that an engine computes differently than the reference.
 
 A residual layer whose weights are all zero adds nothing. With zeros in layers k and above, engine and reference compute
 a model of k layers; pushed to both sides, the smallest k whose logprobs differ names the layer. It takes log2(layers)
@@ -71,9 +71,9 @@ async def _with_zeros(answers: Answers, measure: Measure, zeroed: Sequence[nn.Mo
 
 
 def _differs(found: Comparison, nothing: Comparison, whole: Comparison) -> bool:
-    """Return True if this comparison is nearer to ``whole``, which is wrong, than to that of no layers, which is right.
+    """Return True if this comparison is nearer to the whole model's, which is wrong, than to the one without layers.
 
-    If nothing is wrong, errors are as large as plain ones at any depth: the middle then tells more than a fixed limit.
+    Errors of right layers are as large as transformers' own at any depth, so a fixed limit would tell less.
     """
     if found.plain is None:
         return not found.agrees
@@ -92,7 +92,7 @@ async def _first_wrong_part(layer: nn.Module, differs_without: Callable[[Sequenc
 
 
 async def _around_the_layers(answers: Answers, found: Comparison) -> str:
-    """Tell the head from what comes before it by hidden states, if the engine gives them."""
+    """Tell an error of the head from an earlier one by hidden states, if the engine returns them."""
     seen = f"without any layer {found.gap}"
     if not answers.engine.supports(Capability.HIDDEN_STATES):
         return f"the embedding, the final norm or the head: {seen}"

@@ -42,7 +42,7 @@ class Prompts:
     short: list[list[int]]
     long: list[int]
     extended: list[int]
-    """Begins with the first tokens of :attr:`long`, and ends otherwise."""
+    """Begins with the first tokens of :attr:`long`, and has another end."""
     mixed: list[list[int]]
     """Several lengths, for one batch."""
 

@@ -1,4 +1,4 @@
-"""A model of the contract in plain Python: how an engine must treat requests, pauses, sleeps and updates.
+"""A model of the contract in plain Python: the required treatment of requests, pauses, sleeps and updates.
 
 It follows the contracts of the design and shares no code with the engine, so that the two can disagree: a random
 history is played on both, and each answer of the engine is compared with the ruling here.
@@ -40,7 +40,7 @@ class Fate(Enum):
 
 
 class InFlight(Enum):
-    """The way in which ``sleep`` treats requests in flight."""
+    """Treatment of requests in flight by ``sleep``."""
 
     LEAVE = "leave"
     """No argument: sleep is refused if there are any."""
@@ -86,7 +86,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The way in which the engine must refuse."""
+    """The refusal that the engine must give."""
 
     error: type[DrivetrainError]
     state: str | None = None

@@ -17,7 +17,7 @@ from drivetrain_conformance.references.reference_sampling import step
 
 
 class End(Enum):
-    """The way in which a request must end."""
+    """The required end of a request."""
 
     WHOLE = "whole"
     """By itself, with every token of the answer."""
@@ -30,7 +30,7 @@ class End(Enum):
 
 
 class Style(Enum):
-    """The way in which the tokens of a request are chosen."""
+    """How the tokens of a request are chosen."""
 
     PLAIN = "plain"
     """The most likely token each time."""
@@ -56,7 +56,7 @@ _FIRST_IDS: Final = 512
 
 
 def styles_of(engine: InferenceEngine) -> list[Style]:
-    """Return the styles in which an engine repeats its answers."""
+    """Return the styles whose answers an engine repeats exactly."""
     # With coarser rounding a repeated draw may legitimately differ at any token.
     seeded = engine.supports(Capability.SEED) and engine.model_info.dtype == "float32"
     penalised = any(engine.supports(needed) for needed, _ in _PENALTIES.values())
@@ -236,7 +236,7 @@ class Answers:
         Args:
             completion: The completion.
             tokens: The requested number of tokens.
-            end: How it must have ended.
+            end: The end that it must have had.
             versions: Weight versions under which it ran, in order.
             stale: Versions under which it ran on a cache of older weights; their tokens are not compared.
             fields: Further fields of the request.

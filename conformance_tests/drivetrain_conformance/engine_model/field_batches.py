@@ -19,8 +19,8 @@ _Request = tuple[Mapping[str, object], Sequence[Capability]]
 def field_batch(bench: Bench, length: int = 6) -> Batch:
     """Return a batch whose first requests end one after another, while the last ones run on.
 
-    An engine that keeps a batch dense moves a later request into the place of each that ends. Neither may the one that
-    moves lose its fields, nor get those of the other. The requests are random where they have seeds.
+    An engine that keeps a batch dense moves a later request into the place of one that ends. The moved request must
+    keep its own fields and get none of the other's. Requests with seeds are random.
 
     Args:
         bench: The workplace.

@@ -1,4 +1,4 @@
-"""Checks that hold for the answer to any valid call, whatever mixture of fields its requests set."""
+"""Checks that hold for the answer to any valid call, with any mixture of fields."""
 
 from __future__ import annotations
 

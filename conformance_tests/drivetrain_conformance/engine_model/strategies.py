@@ -146,7 +146,7 @@ _LARGE_SEEDS: Final = st.integers(2**62, 2**63 - 1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """A kind of random requests: how some fields are drawn, and which others are set more or less often."""
+    """A kind of random requests: strategies of some fields, and the odds of others."""
 
     tokens: SearchStrategy[int]
     samples: SearchStrategy[int]
@@ -180,7 +180,7 @@ _DECISIVE: Final = frozenset({"top_k", "top_p", "min_p", "logit_bias", "structur
 def lasting(least: int, most: int) -> Kind:
     """Return seeded requests of many fields that no stop ends, of ``least`` to ``most`` tokens.
 
-    Those of :data:`_DECISIVE` are seldom set.
+    Fields in :data:`_DECISIVE` are seldom set.
     """
     return Kind(
         tokens=counts(least, most),
@@ -285,7 +285,7 @@ def _few(items: SearchStrategy[_T]) -> SearchStrategy[tuple[_T, ...]]:
 
 
 def _many(vocabulary: Sequence[int]) -> SearchStrategy[tuple[int, ...]]:
-    """Draw up to a third of the vocabulary: what one field excludes and another ends at leaves tokens to draw."""
+    """Draw up to a third of the vocabulary: ids to exclude, with ids to stop at, then leave tokens to draw."""
     most = max(1, len(vocabulary) // 3)
     orders = st.integers(0, 2**16).map(lambda seed: random.Random(seed).sample(vocabulary, most))
     return st.builds(lambda order, count: tuple(order[:count]), orders, counts(1, most))
@@ -366,10 +366,10 @@ def _with_twins(calls: Sequence[tuple[Prompt, SamplingParams]], bit: int, precis
 
 
 def _precise(ids: Sequence[int], capabilities: frozenset[Capability]) -> list[SamplingParams]:
-    """Return params whose numbers lie between two that 16 bits hold, and whose logprobs show it.
+    """Return params whose numbers 16 bits cannot hold, and whose logprobs show an engine that rounds them.
 
-    Biases make the temperature's error large, repeated tokens those of penalties. Among tokens that are about as likely
-    as each other, a nucleus shows its width by the logprob of each.
+    Biases make the temperature's error large, and repeated tokens those of penalties. Among tokens of about equal
+    probability, the logprob of each shows the width of a nucleus.
     """
     if not capabilities.issuperset({Capability.LOGPROBS_PROCESSED, Capability.TOP_LOGPROBS, Capability.LOGIT_BIAS}):
         return []

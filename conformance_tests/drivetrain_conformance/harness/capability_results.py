@@ -42,7 +42,7 @@ class CapabilityResults:
     def conclude(self, *, complete: bool) -> list[CapabilityResult]:
         """Return one conclusion for each capability.
 
-        In a ``complete`` run, a claimed capability fails if none of its cases passed: nobody saw it work.
+        In a ``complete`` run, a claimed capability fails if none of its cases passed: it was not seen to work.
         """
         return [self._conclude(capability, complete) for capability in Capability]
 

@@ -206,7 +206,7 @@ def serve_forks(fd: int, preload: Callable[[], object], main: Callable[[list[str
                     continue
                 message, fds, _, _ = socket.recv_fds(connection, _MESSAGE, 16)
                 if not message:
-                    gc.unfreeze()  # libraries report what is never collected as leaks
+                    gc.unfreeze()  # libraries report uncollected objects as leaks
                     return 0
                 stdout, ended, *given = fds
                 pid = os.fork()
@@ -248,7 +248,7 @@ def _be_host(message: bytes, stdout: int, fds: list[int], main: Callable[[list[s
 
 
 def main() -> int:
-    """Be the fork server of a socket's file descriptor, a backend's name, and a program."""
+    """Run the fork server. Arguments: a socket's file descriptor, a backend's name, and a program."""
     from drivetrain.backend.registry import load_backend
     from drivetrain.process.__main__ import main as host
 

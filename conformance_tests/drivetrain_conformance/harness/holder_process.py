@@ -32,7 +32,7 @@ _LINE_LIMIT: Final = 1 << 26
 class HolderProcess:
     """A holder that pauses an engine, puts it to sleep and updates it. Made by :func:`holder_of`.
 
-    Its calls raise what the engine's owner answered.
+    Its calls raise the errors of the engine's owner.
     """
 
     def __init__(self, process: Process) -> None:

@@ -12,7 +12,7 @@ from drivetrain.cli.output import err
 
 
 class Advance(Protocol):
-    """Shows what the run is at, and that ``by`` more parts of it are done."""
+    """Shows the run's current part, and that ``by`` more parts are done."""
 
     def __call__(self, description: str, by: int = 1) -> None: ...
 

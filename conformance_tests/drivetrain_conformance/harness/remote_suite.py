@@ -215,7 +215,7 @@ class RemoteSuite(Suite):
         )
 
     def open_engine(self, fields: Mapping[str, object]) -> InferenceEngine:
-        """Start a host with these fields, and make the page of its engine; the host ends with the page."""
+        """Start a host with these fields, and make an engine that uses it; the host ends with that engine."""
         checked = self._checked(fields)
         own: dict[str, object] = {"backend": self.backend, **self._inner.fields, **fields}
         if self._inner.isolation is not None:
@@ -256,7 +256,7 @@ class RemoteSuite(Suite):
         return None
 
     def claims(self, fields: Mapping[str, object]) -> frozenset[Capability]:
-        """Return what the engine claims for other processes."""
+        """Return the engine's claims, for other processes."""
         engine = self._checked(fields)
         return shared_capabilities(type(engine.parts.backend), engine.config, engine.capabilities, engine.isolation)
 

@@ -34,7 +34,7 @@ class CaseEntries:
     cases: list[CaseEntry]
 
     def counts(self) -> dict[Verdict, int]:
-        """Return how many cases ended how."""
+        """Return the number of cases by verdict."""
         counted = Counter(entry.verdict for entry in self.cases)
         return {verdict: counted[verdict] for verdict in Verdict}
 
@@ -67,7 +67,7 @@ def write_json(value: object, path: Path, indent: int = 1) -> None:
 
 
 def read_json(path: Path, kind: type[_Written], what: str, command: str, version: int) -> _Written:
-    """Read what a command wrote, in this ``version`` of its format.
+    """Read a command's JSON file, in this ``version`` of its format.
 
     Raises:
         InvalidConfig: the file cannot be read, holds something else, or has another format.

@@ -63,7 +63,6 @@ class Runner:
         self._loop = asyncio.Runner()
         self._keeper = EngineKeeper(self._open)
         self._oracles: dict[Path, Oracle | None] = {}
-        self._hung = False
         self.versions: dict[str, str] = {}
         """Versions of the opened engines and their packages."""
 
@@ -217,7 +216,7 @@ class Runner:
             return Judgement(Verdict.NOT_RUN, "the suite was given no oracle to compare with"), None
         except TooLate as late:
             return judge(case.needs, missing, late.__cause__ or late), late
-        except Exception as raised:  # judged below, whatever it is
+        except Exception as raised:  # any error is judged below
             error = raised
         return judge(case.needs, missing, error), error
 

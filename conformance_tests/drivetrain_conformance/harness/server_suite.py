@@ -107,7 +107,7 @@ class Server:
         raise RuntimeError(with_end_of_log("the server did not start", log))
 
     def connected(self, engine: InferenceEngine) -> None:
-        """Note an engine that connects to this server."""
+        """Record an engine that connects to this server."""
         self._engines.add(engine)
 
     @property

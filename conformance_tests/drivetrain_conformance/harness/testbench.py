@@ -77,7 +77,7 @@ class Bench:
     rng: random.Random = field(default_factory=random.Random)
     """Seeded with the run's seed and the case's id."""
     attempt: int = 0
-    """How often the case came :class:`TooLate` before."""
+    """Number of earlier attempts that ended with :class:`TooLate`."""
 
     # The engine --------------------------------------------------------------------------------------------------
 

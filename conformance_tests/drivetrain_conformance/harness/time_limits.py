@@ -45,7 +45,7 @@ class Countdown:
         return self._left
 
     def interval(self) -> float:
-        """Return the seconds after which to look again: those until the end, or a few; 0 if the time is over."""
+        """Return the seconds until the next check: the rest of the time, or a few; 0 if the time is over."""
         return min(self.left() * slowdown(), _LOOK_SECONDS)
 
 

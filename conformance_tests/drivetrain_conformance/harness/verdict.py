@@ -76,7 +76,7 @@ def judge(needs: Collection[Capability], missing: Collection[Capability], error:
 
     Args:
         needs: The capabilities that the body uses.
-        missing: Those of ``needs`` that the engine does not claim.
+        missing: Capabilities in ``needs`` that the engine does not claim.
         error: The error that the body raised; None if it ended normally.
     """
     lacking = ", ".join(sorted(capability.value for capability in missing))

@@ -79,7 +79,7 @@ def drops_the_grammar_beside_an_adapter(request: GenerateRequest) -> Mapping[str
 
 @params_mutant("lora/an_adapter_holds_in_streams_pauses_and_sleeps", says="cannot be drawn by")
 def drops_top_k_beside_an_adapter(request: GenerateRequest) -> Mapping[str, object]:
-    """A request with an adapter draws from all tokens, whatever its top_k."""
+    """A request with an adapter ignores its top_k."""
     return {"top_k": 0} if request.lora else {}
 
 
@@ -177,7 +177,7 @@ class fails_the_whole_batch(CorrectBackend):
 
 @mutant("lora/a_name_may_come_back_as_another_adapter", says=("nats below", "nats off that of the merged model"))
 class reads_an_adapters_folder_once(CorrectBackend):
-    """A folder that was loaded before is served as it was then."""
+    """A folder that is loaded again is served with its first contents."""
 
     _copies: dict[str, tempfile.TemporaryDirectory[str]] = own(dict)
 
@@ -634,7 +634,7 @@ class verifies_no_adapter(CorrectBackend):
 
 @mutant("lora/adapters_are_updated_from_tensors", says="nats below the most likely one")
 class serves_the_last_push_for_all(CorrectBackend):
-    """Requests with any adapter are answered with the one that came last as tensors."""
+    """Requests with any adapter are answered with the last adapter that was pushed from memory."""
 
     last: str | None = None
 

@@ -1,4 +1,4 @@
-"""Engines that say one thing and do another: claims, refusals, configuration, what is left behind."""
+"""Engines that say one thing and do another: wrong claims, refusals, configuration, and leaks."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ def loses_the_experts_of_aborted_requests(request: GenerateRequest, result: Gene
 
 @mutant("hidden_states/experts_are_those_of_the_weights_that_chose_them", says="was routed in layer")
 class gives_the_experts_that_older_weights_chose(CorrectBackend):
-    """A prompt's experts are kept by its ids, whatever the weights."""
+    """A prompt's experts are cached by its ids, also across weight updates."""
 
     _kept: dict[tuple[int, ...], RoutedExperts] = own(dict)
 
@@ -310,7 +310,7 @@ class refuses_for_the_wrong_capability(InferenceEngine):
     says="refused, but left something changed: state was 'ready' and is 'paused'",
 )
 class refuses_after_work(InferenceEngine):
-    """It pauses before it finds out that it cannot do what it was asked for."""
+    """The engine pauses before it refuses a call that it cannot do."""
 
     async def sleep(self, tags: Iterable[MemoryTag | str] | None = None, **options: Any) -> None:
         await self.pause_generation(PauseMode.WAIT)
@@ -408,7 +408,7 @@ class forgets_that_it_died(Controller):
 
 @mutant("faults/a_host_killed_while_it_generates", says="the engine was ready")
 class hears_late_of_a_death(InferenceEngine):
-    """An engine that died says for a while that it is ready, though its callers know."""
+    """An engine says for half a second after its death that it is ready, while its calls already fail."""
 
     _heard: float | None = None
 

@@ -259,7 +259,7 @@ def inheriting(
 ) -> type[Backend]:
     """Return a backend that changes the rest of a request once an earlier one has ended.
 
-    ``change`` is given the request for what is left and one that ended.
+    ``change`` gets the request for the remaining tokens, and a request that ended.
     """
 
     class Wrong(CorrectBackend):
@@ -678,7 +678,7 @@ class heeds_eos_beside_named_stops(KnowingEos):
 
 @mutant("generate/every_file_that_names_an_end_is_heeded", says="the generation config's sampling is used")
 class takes_the_generation_configs_temperature(CorrectBackend):
-    """A request with the default temperature is sampled at that of generation_config.json."""
+    """A request with the default temperature is sampled at generation_config.json's temperature."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
@@ -694,7 +694,7 @@ class takes_the_generation_configs_temperature(CorrectBackend):
 
 @mutant("generate/every_file_that_names_an_end_is_heeded", says=("nats below", "the generation config's sampling is"))
 class takes_the_generation_configs_repetition_penalty(CorrectBackend):
-    """A request without a repetition penalty has that of generation_config.json."""
+    """A request without a repetition penalty gets generation_config.json's penalty."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)

@@ -166,7 +166,7 @@ class forgets_max_num_seqs_after_an_update(CorrectBackend):
 
 @config_mutant("lifecycle/a_life", says="code beside the model was run")
 def trusts_remote_code(_: EngineConfig) -> Mapping[str, object]:
-    """Code that comes with the model is run, whatever trust_remote_code says."""
+    """Code of the model's folder is run also without trust_remote_code."""
     return {"trust_remote_code": True}
 
 
@@ -186,19 +186,19 @@ class says_that_others_wait(CorrectBackend):
 
 @arguments_mutant("lifecycle/a_life", says="logprobs_mode='raw' was configured, and logprobs are")
 def drops_the_logprobs_mode(params: Mapping[str, object]) -> Mapping[str, object]:
-    """Requests that name no logprobs mode get logprobs of the temperature, whatever the configuration says."""
+    """Requests that name no logprobs mode get mode temperature; the configured mode is ignored."""
     return {"logprobs_mode": "temperature", **params} if "logprobs" in params else params
 
 
 @config_mutant("lifecycle/a_life", says="the stop string")
 def drops_the_tokenizer(_: EngineConfig) -> Mapping[str, object]:
-    """The engine reads the tokenizer of the model's folder, whatever the configuration says."""
+    """The engine reads the tokenizer of the model's folder; the configured one is ignored."""
     return {"tokenizer": None}
 
 
 @config_mutant("lifecycle/a_life", says="only 16 of 20 requests ran at once")
 def caps_max_num_seqs(config: EngineConfig) -> Mapping[str, object]:
-    """No more than 16 requests run at once, whatever max_num_seqs says."""
+    """No more than 16 requests run at once; a larger max_num_seqs is ignored."""
     return {"max_num_seqs": min(config.max_num_seqs or 16, 16)}
 
 
@@ -210,7 +210,7 @@ def drops_engine_kwargs(_: EngineConfig) -> Mapping[str, object]:
 
 @mutant("lifecycle/a_life", says="times those of weights rounded to bfloat16")
 class is_less_precise_than_its_dtype(CorrectBackend):
-    """Errors in bfloat16 are more than twice those of rounding, and each is within its tolerance."""
+    """Errors in bfloat16 are more than twice as large as rounding's, but each is within its tolerance."""
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         result = await super().generate(request)
@@ -235,7 +235,7 @@ class keeps_prefixes_that_it_may_not_use(CorrectBackend):
 
 @config_mutant("lifecycle/a_life", says="the first tokens carry")
 def drops_the_first_version(_: EngineConfig) -> Mapping[str, object]:
-    """The first weights carry the version "initial", whatever the configuration says."""
+    """The first weights carry the version "initial"; the configured version is ignored."""
     return {"weight_version": "initial"}
 
 

@@ -139,7 +139,7 @@ class aborts_the_frozen_for_ever(CorrectBackend):
 
 @mutant("pause/no_token_is_made_while_frozen_in_place", says="tokens were made while the request was frozen (in_place)")
 class goes_on_generating_in_place(CorrectBackend):
-    """A pause in place holds arrivals, and what is in flight goes on."""
+    """A pause in place holds arrivals, and requests in flight go on."""
 
     async def freeze(self, mode: PauseMode) -> None:
         if mode is not PauseMode.IN_PLACE:
@@ -188,7 +188,7 @@ class retracts_nothing_that_is_frozen(CorrectBackend):
     says="a token of the second span was not made by the new weights",
 )
 class keeps_the_cache_of_the_retracted(CorrectBackend):
-    """A pause with retraction keeps the cache: what goes on later goes on with keys of older weights."""
+    """A pause with retraction keeps the cache: requests later go on with keys of older weights."""
 
     async def freeze(self, mode: PauseMode) -> None:
         await super().freeze(PauseMode.IN_PLACE)
@@ -199,7 +199,7 @@ class keeps_the_cache_of_the_retracted(CorrectBackend):
     says="the spans are (VersionSpan(version='new', start=0",
 )
 def restarts_the_retracted(backend: type[Backend]) -> type[Backend]:
-    """Retracted requests begin again with their prompt: what they had generated is thrown away."""
+    """Retracted requests begin again with their prompt: their generated tokens are thrown away."""
     return resubmitting(
         PauseMode.RETRACT,
         backend,
@@ -247,7 +247,7 @@ class takes_any_pause_mode(InferenceEngine):
 
 @mutant("pause/in_place_freezes_requests_in_flight", says="the pause of a holder that was killed did not end")
 class keeps_the_pause_of_a_gone_holder(PauseAndSleep):
-    """The pause of a holder outlives it: nobody is left to end it."""
+    """The pause of a holder outlives the holder, which alone could end it."""
 
     async def lift(self) -> None:
         pass
@@ -359,7 +359,7 @@ class serves_while_its_cache_sleeps(Controller):
 
 @mutant(
     "sleep/kept_weights_come_back_as_they_were", says=("nats below the most likely one", "NaN or infinite logits")
-)  # memory may hold either
+)  # freed memory may hold other weights or NaN
 class says_that_it_keeps_weights(CorrectBackend):
     """It claims that weights which slept come back by themselves, and they come back as anything."""
 
@@ -432,7 +432,7 @@ class wakes_up_when_a_holder_is_gone(PauseAndSleep):
 
 @mutant("sleep/many_callers_at_once", says="word of a holder that was killed after it put the engine to sleep")
 class does_not_say_who_left_it_asleep(PauseAndSleep):
-    """An engine that a holder left asleep says nothing of it: nobody knows if that holder will wake it up."""
+    """An engine that a gone holder left asleep does not say so: callers wait for the holder to wake it up."""
 
     def leave_asleep(self, tags: frozenset[MemoryTag], holder: str) -> None:
         pass
@@ -458,7 +458,7 @@ class lifts_a_pause_that_others_share(PauseAndSleep):
 
 @mutant("sleep/weights_that_slept_are_not_served", says="assert engine.state is EngineState.DIRTY")
 class is_ready_without_weights(PauseAndSleep):
-    """After its weights slept and were lost it wakes up ready, and answers with gibberish."""
+    """An engine whose weights were lost in sleep wakes up READY, and answers with gibberish."""
 
     async def wake_up(self, tags: Iterable[MemoryTag | str] | None, timeout: float | None) -> None:
         await super().wake_up(tags, timeout)

@@ -34,10 +34,10 @@ def _rounded_otherwise(result: GenerateResult) -> GenerateResult:
 
 
 class _Deterministic(KnowingRequests):
-    """Rounds some results of a deterministic engine otherwise."""
+    """Changes the rounding of some results of a deterministic engine."""
 
     def is_spoiled(self, request: GenerateRequest) -> bool:
-        """Return whether a request that arrives is rounded otherwise."""
+        """Return whether the rounding of an arriving request changes."""
         raise NotImplementedError
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
@@ -86,7 +86,7 @@ class uses_prefixes_of_any_length(_Deterministic):
 
 @mutant("sampling/deterministic_results_are_the_same_beside_a_long_prompt", says="in their last bits")
 class chunks_by_the_budget(_Deterministic):
-    """A long prompt is computed in chunks of what the requests beside it leave of the budget of tokens."""
+    """The chunks of a long prompt depend on the tokens that other requests take from a step's budget."""
 
     def is_spoiled(self, request: GenerateRequest) -> bool:
         return len(request.prompt_token_ids) > _CHUNK and bool(self.flying)
@@ -126,7 +126,7 @@ class resumes_by_prefill(_FrozenOtherwise):
 
 @mutant("sampling/deterministic_results_are_the_same_beside_aborts_and_streams", says="in their last bits")
 class streams_with_other_kernels(CorrectBackend):
-    """Streamed requests are rounded otherwise than others."""
+    """The rounding of streamed requests differs from others'."""
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
         async for delta in super().stream(request):
@@ -137,7 +137,7 @@ class streams_with_other_kernels(CorrectBackend):
 
 @mutant("sampling/deterministic_results_are_the_same_beside_adapters", says="in their last bits")
 class computes_all_adapters_together(_Deterministic):
-    """Requests of one adapter are computed with those of others, whose number decides how they are rounded."""
+    """Requests of different adapters are computed together, so that their number changes rounding."""
 
     def is_spoiled(self, request: GenerateRequest) -> bool:
         return request.lora is not None and bool(self.flying)
@@ -165,7 +165,7 @@ class returns_states_of_a_shared_step(_Deterministic):
     needs=Capability.DETERMINISTIC,
 )
 class embeds_a_batch_otherwise(CorrectBackend):
-    """A deterministic engine embeds the prompts of one call together, which rounds them otherwise than alone."""
+    """A deterministic engine embeds the prompts of one call together, which changes their rounding."""
 
     async def embed(self, prompts: list[list[int]], dimensions: int | None) -> list[list[float]]:
         vectors = await super().embed(prompts, dimensions)

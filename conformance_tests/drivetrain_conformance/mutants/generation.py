@@ -1,4 +1,4 @@
-"""Wrong tokens, wrong ends, wrong text, wrong order: what becomes of the engine's answers."""
+"""Wrong answers: tokens, ends, text and order."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class tokenises_its_own_text(_Reading):
 
 @mutant("stop/what_merely_ends_like_a_match_is_no_match", says="finish_reason=<FinishReason.LENGTH")
 class stops_at_the_end_of_a_stop_string(_Reading):
-    """A token that ends like a stop string ends generation, whatever came before it."""
+    """A token that ends like a stop string ends generation, also if the text before it does not match."""
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         result = await super().generate(request)

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 _BELOW: Final = "nats below the most likely"
 
-# Which image a request sees ------------------------------------------------------------------------------------------
+# The image that a request sees ---------------------------------------------------------------------------------------
 
 
 @mutant("multimodal/images_stay_with_their_prompts", says="is answered otherwise in a batch than alone")
@@ -143,7 +143,7 @@ class sees_only_the_first_image(CorrectBackend):
         return await super().generate(dataclasses.replace(request, media=media))
 
 
-# Where its parts are -------------------------------------------------------------------------------------------------
+# Places of its parts -------------------------------------------------------------------------------------------------
 
 
 @request_mutant("multimodal/an_image_is_seen_as_the_model_sees_it", says=_BELOW)
@@ -163,7 +163,7 @@ class counts_a_place_too_few(CorrectBackend):
 
 @completions_mutant("multimodal/a_prompt_comes_back_as_it_was_seen", says="comes back as it was written")
 def returns_prompts_as_they_were_written(completions: list[Completion]) -> list[Completion]:
-    """A completion's prompt has one place for each image, as it was written, and not as it was seen."""
+    """A completion's prompt has one placeholder per image, not the repeated ones that the model saw."""
     return [
         dataclasses.replace(one, prompt_token_ids=[token for token, _ in itertools.groupby(one.prompt_token_ids)])
         for one in completions
@@ -233,7 +233,7 @@ class draws_postscript(_Replacing):
 
 @mutant("multimodal/what_is_no_image_is_refused", says="expected InvalidRequest for prompts, but nothing was raised")
 class fills_up_half_an_image(_Replacing):
-    """A PNG that breaks off is accepted, and what is missing of it is white."""
+    """A truncated PNG is accepted, and its missing part is white."""
 
     def replaced(self, image: ImageInput) -> ImageInput:
         data = image.data or b""

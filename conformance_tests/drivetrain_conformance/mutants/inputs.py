@@ -169,7 +169,7 @@ class refuses_grammars_without_their_name(CorrectBackend):
     caught_by="errors/other_arguments_of_a_wrong_type_are_refused", says="abort(request_id=3): AttributeError"
 )
 def looks_at_no_argument(engine: type[InferenceEngine]) -> type[InferenceEngine]:
-    """Arguments are not checked, so that junk raises whatever error its first use causes."""
+    """Arguments are not checked, so that junk raises the error of its first use."""
     unchecked = {
         name: inspect.unwrap(method)
         for name, method in inspect.getmembers(engine, inspect.isfunction)
@@ -286,7 +286,7 @@ class quotes_whole_names(quotes_whole_values):
     "errors/an_unknown_configuration_field_is_refused_with_its_likely_name", says="the error repeats what may be a key"
 )
 class quotes_all_options(CorrectBackend):
-    """An error about the configuration repeats the options for the engine, of which one may be a key."""
+    """An error about the configuration repeats the engine's options, which may include a key."""
 
     @classmethod
     def validate(cls, config: EngineConfig) -> None:
@@ -298,7 +298,7 @@ class quotes_all_options(CorrectBackend):
 
 @mutant("lifecycle/a_life", says="the error repeats what may be a key")
 class quotes_the_options_with_which_it_does_not_start(InferenceEngine):
-    """An engine that does not start says with which options, of which one may be a token."""
+    """The error of a failed start repeats the engine's options, which may include a token."""
 
     async def start(self, progress: Callable[[str], None] | None = None) -> None:
         try:
@@ -317,11 +317,9 @@ class reads_files_outside_the_folder(InferenceEngine):
     async def load_weights_from_disk(
         self, path: str | os.PathLike[str], version: str, *, mode: PauseMode | str = PauseMode.RETRACT
     ) -> None:
-        index = Path(path) / "model.safetensors.index.json"
-        if index.is_file():
-            named = next(iter(json.loads(index.read_text())["weight_map"].values()))
-            path = (Path(path) / named).parent
-        await super().load_weights_from_disk(path, version, mode=mode)
+        named = _first_file(path)
+        folder = path if named is None else (Path(path) / named).parent
+        await super().load_weights_from_disk(folder, version, mode=mode)
 
 
 @mutant(
@@ -334,11 +332,15 @@ class reads_files_by_absolute_paths(InferenceEngine):
     async def load_weights_from_disk(
         self, path: str | os.PathLike[str], version: str, *, mode: PauseMode | str = PauseMode.RETRACT
     ) -> None:
-        index = Path(path) / "model.safetensors.index.json"
-        if index.is_file():
-            named = Path(next(iter(json.loads(index.read_text())["weight_map"].values())))
-            path = named.parent if named.is_absolute() else path
-        await super().load_weights_from_disk(path, version, mode=mode)
+        named = _first_file(path)
+        folder = named.parent if named is not None and named.is_absolute() else path
+        await super().load_weights_from_disk(folder, version, mode=mode)
+
+
+def _first_file(folder: str | os.PathLike[str]) -> Path | None:
+    """Return a file that the folder's index names, as it is written there; None without an index."""
+    index = Path(folder) / "model.safetensors.index.json"
+    return Path(next(iter(json.loads(index.read_text())["weight_map"].values()))) if index.is_file() else None
 
 
 @mutant("weight_sync/a_bad_folder_is_refused_and_the_engine_serves_on", says="a FIFO in place of a file was accepted")

@@ -87,7 +87,7 @@ def _bfloat16(value: float) -> float:
 
 @mutant("logprob/raw_is_the_models_own_distribution", says="in mode raw at temperature 0.5 is")
 class gives_the_best_tokens_logprob(CorrectBackend):
-    """The logprob is that of the most likely token, whichever was sampled."""
+    """The logprob is the most likely token's, also if another was sampled."""
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         wanted = request.params.logprobs

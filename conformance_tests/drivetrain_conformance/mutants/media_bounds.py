@@ -48,7 +48,7 @@ class _ReadingMore(CorrectBackend):
     """Reads some files at URLs that the correct backend refuses."""
 
     def accepted(self, sent: bytes) -> bytes:
-        """Return the file to read in place of what a server sent."""
+        """Return the file to read in place of a server's body."""
         return sent
 
     async def read_media(self, media: tuple[MediaInput, ...]) -> list[ReadMedium]:
@@ -73,7 +73,7 @@ class takes_files_of_any_size_from_servers(_ReadingMore):
 
 @mutant("multimodal/what_is_no_image_is_refused", says=_NOTHING)
 class unpacks_what_servers_send(_ReadingMore):
-    """A file that a server compressed is unpacked, whatever the size of what comes out."""
+    """A file that a server compressed is unpacked without a bound on its unpacked size."""
 
     def accepted(self, sent: bytes) -> bytes:
         return gzip.decompress(sent).rstrip(b"\0") if sent.startswith(b"\x1f\x8b") else sent

@@ -240,7 +240,7 @@ def pools_as_the_architecture_does(config: EngineConfig) -> Mapping[str, object]
 
 @mutant("embeddings/the_pooling_of_the_folder_is_applied_or_refused", says="the folder asks for cls_token")
 class pools_the_first_column(CorrectBackend):
-    """Where the folder asks for the first token's state, a prompt beside a longer one gets that of padding."""
+    """If the folder asks for the first token's state, a prompt beside a longer one gets padding's state."""
 
     async def embed(self, prompts: list[list[int]], dimensions: int | None) -> list[list[float]]:
         pooling = Path(self.config.model) / "1_Pooling" / "config.json"
@@ -265,7 +265,7 @@ def scores_in_the_models_context(config: EngineConfig) -> Mapping[str, object]:
 
 @mutant("lifecycle/closing_never_hangs", says="a call of encode() that outlasts timeouts.generate is answered")
 class embeds_without_the_configured_timeout(Pooling):
-    """A call of encode() takes as long as it takes, whatever timeouts.generate is."""
+    """A call of encode() ignores timeouts.generate."""
 
     async def encode(self, prompts: PromptLike | Sequence[PromptLike], dimensions: int | None) -> list[list[float]]:
         builder = self.model.builder_for(Task.EMBED, "encode()")
@@ -274,7 +274,7 @@ class embeds_without_the_configured_timeout(Pooling):
 
 @mutant("lifecycle/closing_never_hangs", says="a call of score() that outlasts timeouts.generate is answered")
 class scores_without_the_configured_timeout(Pooling):
-    """A call of score() takes as long as it takes, whatever timeouts.generate is."""
+    """A call of score() ignores timeouts.generate."""
 
     async def score(self, input_ids: Sequence[Sequence[int]], output_ids: Sequence[Sequence[int]]) -> list[float]:
         return await self.reward_score([[*one, *other] for one, other in zip(input_ids, output_ids, strict=True)])

@@ -1,4 +1,4 @@
-"""Engines of which one rank goes its own way.
+"""Engines with one rank that deviates from the others.
 
 Ranks are processes that an engine starts, so that they cannot be spoiled through a class of this process. A module
 ``sitecustomize`` on their path spoils them instead: Python imports it in each new process.

@@ -22,7 +22,7 @@ def _is_recurrent(config: EngineConfig) -> bool:
 
 
 def _derailed(result: GenerateResult, at: int) -> GenerateResult:
-    """Return a result in which another token stands at ``at``."""
+    """Return a result with another token at ``at``."""
     ids = result.token_ids
     return dataclasses.replace(result, token_ids=[*ids[:at], ids[at] ^ 1, *ids[at + 1 :]], matched_text=None)
 
@@ -82,12 +82,12 @@ class wakes_with_states_of_other_rows(CorrectBackend):
 
 
 class _KeepingPrompts(CorrectBackend):
-    """Answers a prompt of a recurrent model that came before from the state that it left."""
+    """Answers a repeated prompt of a recurrent model from the state of its first run."""
 
     _kept: dict[object, GenerateResult] = own(dict)
 
     def key(self, request: GenerateRequest) -> object:
-        """Return what a kept state is found by."""
+        """Return the key of a kept state."""
         return (tuple(request.prompt_token_ids), request.max_new_tokens, request.lora)
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
@@ -105,7 +105,7 @@ class keeps_states_over_an_update(_KeepingPrompts):
 
 @mutant("generate/falcon_h1_is_right_or_refused", says="nats below")
 class finds_states_of_other_adapters(_KeepingPrompts):
-    """The state of a prompt is found whichever adapter made it."""
+    """The state of a prompt is found by requests of any adapter."""
 
     def key(self, request: GenerateRequest) -> object:
         """Return the prompt, without the adapter."""

@@ -1,8 +1,8 @@
-"""Register mutants: a working backend, the engine page over it, or a part of that engine, spoiled in one way.
+"""Register mutants: a working backend, the engine over it, or a part of that engine, spoiled in one way.
 
 A mutant is written in one of four forms, and named as reports show it:
 
-* a class below :func:`mutant` overrides public methods of a backend, the engine page or a part of the engine;
+* a class below :func:`mutant` overrides public methods of a backend, ``InferenceEngine`` or a part of it;
 * a function below a decorator that :func:`backend_mutants` or :func:`engine_mutants` made changes one value on its way,
   see :mod:`drivetrain_conformance.mutants.spoil`;
 * a function below :func:`spoiled_backend` or :func:`spoiled_engine` returns a spoiled class itself;
@@ -53,7 +53,7 @@ class Mutant:
     caught_by: str
     """The case that must fail, as ``group/name``."""
     says: tuple[str, ...]
-    """Parts of messages, of which the failure's has one: it must be caught for what is wrong with it."""
+    """Parts of messages; the failure's message must contain one of them, so that the mutant is caught for its fault."""
     needs: Capability | None = None
     """A capability that some backends lack. Where the case is refused, the mutant is not tried."""
     spoil_backend: SpoilBackend | None = None
@@ -77,12 +77,12 @@ def backend_mutants(spoil: Callable[[type[Backend], _T], type[Backend]]) -> Muta
 
 
 def engine_mutants(spoil: Callable[[type[InferenceEngine], _T], type[InferenceEngine]]) -> MutantDecorator[_T]:
-    """Return a decorator for mutants of the engine page, whose class ``spoil`` builds with the decorated function."""
+    """Return a decorator for mutants of ``InferenceEngine``, which ``spoil`` builds with the decorated function."""
     return _registering(lambda wrong: {"spoil_engine": lambda engine: spoil(engine, wrong)})
 
 
 def mutant(caught_by: str, *, says: Words, needs: Capability | None = None) -> Callable[[_T], _T]:
-    """Register the class below as a mutant of its base class: a backend, the engine page, or a part of the engine."""
+    """Register the class below as a mutant of its base class: a backend, ``InferenceEngine``, or a part of it."""
     return _registering(_overriding)(caught_by, says=says, needs=needs)
 
 
@@ -92,7 +92,7 @@ def spoiled_backend(*, caught_by: str, says: Words) -> Callable[[SpoilBackend], 
 
 
 def spoiled_engine(*, caught_by: str, says: Words) -> Callable[[SpoilEngine], SpoilEngine]:
-    """Register the function below as a mutant of the engine page, given its class."""
+    """Register the function below as a mutant of ``InferenceEngine``, given its class."""
     return _registering(lambda spoil: {"spoil_engine": spoil})(caught_by, says=says)
 
 

@@ -89,7 +89,7 @@ def run_mutants(backend: str, cases: Sequence[Case], fields: Mapping[str, object
     else:
         for result in results:
             if not result.caught:
-                _show(result)  # again: of a long log only the end may be kept
+                _show(result)  # repeated, because CI may keep only the end of a long log
         out.print(f"{caught} of {len(results)} mutants caught")
         if left := len(mutants) - len(results):
             out.print(f"{left} more were not tried: {backend} does not claim what their cases need")

@@ -61,7 +61,7 @@ def scores_the_same_ids_everywhere(request: GenerateRequest, result: GenerateRes
 
 @request_mutant("scoring/given_ids_are_scored_at_each_position", says="the logprob of a given id")
 def scores_ids_in_another_order(request: GenerateRequest) -> GenerateRequest:
-    """Given ids are scored in ascending order, whatever order they came in."""
+    """Given ids are scored in ascending order instead of their own."""
     if request.scoring is None or not request.scoring.width:
         return request
     ordered = np.sort(request.scoring.ids(), axis=1).tobytes()
@@ -156,7 +156,7 @@ class remembers_scores(CorrectBackend):
 
 @request_mutant("scoring/scores_are_of_the_adapter", says="the logprob of its own token")
 def scores_without_the_adapter(request: GenerateRequest) -> GenerateRequest:
-    """Scores are those of the base model, whatever adapter was named."""
+    """Scores are the base model's; the named adapter is ignored."""
     return request if request.scoring is None else dataclasses.replace(request, lora=None)
 
 
@@ -204,7 +204,7 @@ def _labelled(output: GenerationOutput, *spans: VersionSpan) -> GenerationOutput
 
 @mutant("scoring/scores_are_of_the_weights_that_are_served", says="the logprob of its own token by")
 class names_the_version_at_the_end_of_the_call(InferenceEngine):
-    """All sequences of a call name the version that is served when it ends, whatever version scored them."""
+    """All sequences of a call name the version that is served when it ends, not the one that scored them."""
 
     async def compute_logprobs(self, sequences: Any, **arguments: Any) -> GenerationOutput:
         output = await super().compute_logprobs(sequences, **arguments)
@@ -221,7 +221,7 @@ class names_no_version_of_scores(InferenceEngine):
 
 @mutant("scoring/scores_are_of_the_weights_that_are_served", says="the logprob of its own token by")
 class names_the_version_at_the_beginning_of_the_call(InferenceEngine):
-    """All sequences of a call name the version that was served when it began, whatever version scored them."""
+    """All sequences of a call name the version that was served when it began, not the one that scored them."""
 
     async def compute_logprobs(self, sequences: Any, **arguments: Any) -> GenerationOutput:
         version = self.get_weight_version()

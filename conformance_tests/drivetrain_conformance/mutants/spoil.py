@@ -30,7 +30,7 @@ _T = TypeVar("_T")
 
 
 def own(kind: Callable[[], _T]) -> _T:
-    """Declare an attribute of which each engine has a value of its own.
+    """Declare an attribute whose value each engine has for itself.
 
     For example, ``seen: set[str] = own(set)``.
     """
@@ -202,7 +202,7 @@ completions_mutant = engine_mutants(returning)
 
 
 def cut(result: GenerateResult, count: int) -> GenerateResult:
-    """Return the first ``count`` tokens of a result, with their logprobs and spans; the page finds their text."""
+    """Return the first ``count`` tokens of a result, with their logprobs and spans; the engine finds their text."""
     spans = [
         VersionSpan(span.version, span.start, min(span.end, count))
         for span in result.weight_versions
@@ -304,7 +304,7 @@ class KnowingEos(CorrectBackend):
 
 
 def after(request: GenerateRequest, made: GenerateResult) -> GenerateRequest:
-    """Return the request for what is left of ``request`` once ``made`` was generated."""
+    """Return the request for the remaining tokens of ``request`` after ``made``."""
     return dataclasses.replace(
         request,
         prompt_token_ids=request.prompt_token_ids + made.token_ids,
@@ -360,7 +360,7 @@ def resubmitting(
     """Return a backend that ends requests instead of freezing them, and resubmits them later with their tokens.
 
     ``change`` returns the request to resubmit, or None for a request that is frozen as it should be. ``left`` gives it
-    the request for what is left, and ``join`` puts both results together.
+    the request for the remaining tokens, and ``join`` joins both results.
     """
 
     class Wrong(CorrectBackend):

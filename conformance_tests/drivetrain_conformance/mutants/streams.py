@@ -227,7 +227,7 @@ class forgets_that_it_was_blocked(InferenceEngine):
 
 @mutant("lifecycle/closing_never_hangs", says="a call of generate_stream() that outlasts timeouts.generate is answered")
 class streams_without_the_configured_timeout(InferenceEngine):
-    """A stream without a timeout of its own ends after an hour, whatever timeouts.generate is."""
+    """A stream without a timeout of its own ends after an hour; timeouts.generate is ignored."""
 
     async def generate_stream(
         self, *args: Any, timeout: float | None = None, **options: Any

@@ -19,7 +19,7 @@ _CASE = "openai/tool_calls_are_read_from_the_text"
 
 
 def _reading(engine: type[InferenceEngine], read: Read) -> type[InferenceEngine]:
-    """Return an engine page that reads other calls: ``read`` gets a text and its calls' arguments."""
+    """Return an engine that reads other calls: ``read`` gets a text and its calls' arguments."""
 
     class Wrong(InferenceEngine):
         """Reads the calls of each answer anew."""
@@ -86,7 +86,7 @@ def ends_values_at_the_first_closing_tag(text: str, calls: list[Arguments]) -> l
 
 @calls_mutant(_CASE, says="Infinity")
 def makes_large_numbers_infinite(text: str, calls: list[Arguments]) -> list[Arguments]:
-    """A number beyond what a float holds becomes infinite, which JSON cannot hold."""
+    """A number too large for a float becomes infinite, which JSON cannot represent."""
     return [{"size": math.inf}] if "1e400" in text else calls
 
 
@@ -116,7 +116,7 @@ def makes_calls_of_tools_that_there_are_not(text: str, calls: list[Arguments]) -
 
 @mutant(_CASE, says="ids of calls are not unique")
 class numbers_calls_from_zero(InferenceEngine):
-    """The ids of an answer's calls are those of the next answer's."""
+    """Each answer numbers its calls from zero, so that two answers have the same ids."""
 
     async def chat_completion(
         self, payload: Mapping[str, object], *, timeout: float | None = None

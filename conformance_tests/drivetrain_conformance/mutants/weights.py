@@ -59,14 +59,14 @@ from drivetrain_conformance.assets.weight_sources import tensors_of, write_check
 from drivetrain_conformance.mutants.registry import mutant
 from drivetrain_conformance.mutants.spoil import CorrectBackend, KnowingRequests, own, result_mutant
 
-# What is loaded ------------------------------------------------------------------------------------------------------
+# Loaded values -------------------------------------------------------------------------------------------------------
 
 
 @mutant("weight_sync/what_arrives_otherwise_than_sent_is_found", says="a tensor that is not what was sent (")
 class accepts_wrong_digests(CorrectBackend):
     """Received tensors are not compared with those that were sent."""
 
-    # Its engine withdraws the update; what lies in memory gets the new version.
+    # The engine withdraws the update; the tensors that were loaded get the new version.
     async def receive_weights(self, message: WeightMessage) -> WeightReply:
         match message:
             case VerifyUpdate():
@@ -215,7 +215,7 @@ class takes_every_other_delta(CorrectBackend):
 
 @mutant("weight_sync/going_back_to_earlier_weights_gives_their_answers", says="nats below the most likely one")
 class updates_nothing(CorrectBackend):
-    """An update is acknowledged step by step, and its version published; the weights stay what they were."""
+    """An update is acknowledged step by step, and its version published; the weights do not change."""
 
     async def receive_weights(self, message: WeightMessage) -> WeightReply:
         match message:
@@ -231,7 +231,7 @@ class updates_nothing(CorrectBackend):
     says="expected NonFiniteLogits, but nothing was raised",
 )
 class answers_nan_with_a_token(CorrectBackend):
-    """NaN logits end a request by its length, with one id, as the largest of NaN was found to be."""
+    """NaN logits end a request with one token, id 0, and finish reason length."""
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         try:
@@ -242,7 +242,7 @@ class answers_nan_with_a_token(CorrectBackend):
 
 @mutant("weight_sync/going_back_to_earlier_weights_gives_their_answers", says="the model gave NaN or infinite")
 class meets_nan_of_older_weights(CorrectBackend):
-    """Once logits were NaN, longer prompts meet what is left of it in the cache, under any weights."""
+    """Once logits were NaN, NaN in the cache fails longer prompts, also after an update to good weights."""
 
     unclean = False
 
@@ -330,7 +330,7 @@ class stands_still_while_it_prepares(CorrectBackend):
 
 @mutant("weight_sync/tensors_read_back_are_those_that_were_pushed", says="is not what was pushed")
 class reads_old_tensors(CorrectBackend):
-    """A tensor that was read once is returned as it was then."""
+    """A tensor that was read once is returned with its old values later."""
 
     _read: dict[str, TensorData] = own(dict)
 
@@ -364,7 +364,7 @@ class _ChangingAfterUpdates(CorrectBackend):
 
     @abstractmethod
     def changed(self, name: str, pushed: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
-        """Return what is served in place of a pushed tensor; ``first`` is what the engine started with."""
+        """Return the tensor to serve in place of a pushed one; ``first`` is the engine's initial tensor."""
 
     async def receive_weights(self, message: WeightMessage) -> WeightReply:
         reply = await super().receive_weights(message)
@@ -397,7 +397,7 @@ class turns_square_matrices_of_gpt2(_ChangingAfterUpdates):
 
 @mutant("weight_sync/tied_weights_are_pushed_once_and_used_twice", says="nats below the most likely one")
 class keeps_what_it_computed_of_older_weights(_ChangingAfterUpdates):
-    """The halves of DeepSeek's projection, which an engine computes when it loads, stay those of the first weights."""
+    """The halves of DeepSeek's projection, which an engine computes when it loads, keep the first weights' values."""
 
     architecture = "deepseek"
 
@@ -574,7 +574,7 @@ class knows_no_tensors_asleep(CorrectBackend):
 
 @mutant("lifecycle/what_is_saved_is_what_is_served", says="is not what was served")
 class saves_the_folder_it_was_loaded_from(CorrectBackend):
-    """A save copies the model's folder, whatever was pushed since."""
+    """A save copies the model's folder instead of the pushed weights."""
 
     async def save_sharded(self, path: str) -> None:
         await asyncio.to_thread(shutil.copytree, self.config.model, path, dirs_exist_ok=True)

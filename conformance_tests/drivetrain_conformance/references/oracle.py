@@ -310,7 +310,7 @@ def possible_ranks(row: Logits, token: int, tolerance: float) -> range:
     Args:
         row: Logprobs, of shape (vocabulary,).
         token: The token id.
-        tolerance: How far each logprob may be from the engine's, in nats.
+        tolerance: Allowed difference of each logprob from the engine's, in nats.
     """
     others = np.delete(row, token) - row[token]
     return range(1 + int((others > 2 * tolerance).sum()), 2 + int((others >= -2 * tolerance).sum()))
@@ -325,7 +325,7 @@ def check_prompt_ranks(
         ranks: Ranks as an engine returned them.
         token_ids: The prompt.
         rows: Logprobs after each of its tokens, of shape (tokens, vocabulary).
-        tolerance: How far each logprob may be from the engine's, in nats.
+        tolerance: Allowed difference of each logprob from the engine's, in nats.
     """
     assert ranks is not None, "the prompt has no ranks"
     assert len(ranks) == len(token_ids), f"{len(ranks)} ranks of {len(token_ids)} prompt tokens"

@@ -40,7 +40,7 @@ class Step:
     kept: Mask
     """Tokens that can be drawn."""
     surely: Mask
-    """Tokens that can be drawn whatever the error of the logits, within the slack."""
+    """Tokens that can be drawn for any error of the logits within the slack."""
     possibly: Mask
     """Tokens that can be drawn for some error of the logits, within the slack."""
 

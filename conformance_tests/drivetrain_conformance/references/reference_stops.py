@@ -22,7 +22,7 @@ from drivetrain.types.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """The way in which a sample must end."""
+    """The required end of a sample."""
 
     token_ids: list[int]
     text: str

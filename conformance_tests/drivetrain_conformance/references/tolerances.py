@@ -20,7 +20,7 @@ Errors of an engine that rounds to its dtype are 0.6 to 0.8 of those that roundi
 
 
 def tolerance_of(dtype: str) -> float:
-    """Return the tolerance of an engine of this dtype, in nats; an unknown dtype has that of bfloat16."""
+    """Return the tolerance of an engine of this dtype, in nats; an unknown dtype counts as bfloat16."""
     return TOLERANCE.get(dtype, TOLERANCE["bfloat16"])
 
 

@@ -1,4 +1,4 @@
-"""Reports side by side: which backend was seen to do what, as a page of Markdown and as a picture."""
+"""Reports side by side: the capabilities that each backend was seen to have, as a page of Markdown and a picture."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ SECTIONS: Final = {
     "read_weights save_sharded save_remote",
     "Parallel": "tensor_parallel pipeline_parallel data_parallel expert_parallel",
 }
-"""Capabilities by topic, in the order in which they are shown; a capability that is in none is under "Other"."""
+"""Capabilities by topic, in the order in which they are shown; capabilities of no topic are under "Other"."""
 
 
 class Mark(Enum):
-    """One backend and one capability, over all of its reports."""
+    """Verdict on one capability of one backend, over all of its reports."""
 
     YES = "yes", "#2e7d32"
     SOME = "some", "#9ccc65"
@@ -82,7 +82,7 @@ def render_svg(reports: Sequence[Report]) -> str:
 
 
 def differences(fresh: Report, kept: Report) -> list[str]:
-    """In which verdicts a fresh report differs from the one that is kept; empty if the kept one is current."""
+    """Return the verdicts in which a fresh report differs from the kept one; empty if the kept one is current."""
     now = {entry.case: entry.verdict for entry in fresh.cases}
     then = {entry.case: entry.verdict for entry in kept.cases}
     found = [

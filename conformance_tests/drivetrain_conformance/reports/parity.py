@@ -53,7 +53,7 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
     field: str
     message: str
     unclaimed: bool
-    """The backend does not claim what is asked for."""
+    """True if the backend does not claim a capability that the request needs."""
 
 
 class Exchange(msgspec.Struct, frozen=True, kw_only=True):
@@ -266,7 +266,7 @@ def read_recording(path: Path) -> Recording:
 
 
 class Agreement(msgspec.Struct, frozen=True, kw_only=True):
-    """How two engines' answers to one request compare."""
+    """The comparison of two engines' answers to one request."""
 
     difference: str = ""
     """The first difference, in words; empty if there is none."""
@@ -275,7 +275,7 @@ class Agreement(msgspec.Struct, frozen=True, kw_only=True):
     largest: float = 0.0
     """Largest difference of two logprobs, in nats."""
     unclaimed: bool = False
-    """One of them does not claim what is asked for."""
+    """True if one of them does not claim a capability that the request needs."""
 
 
 def compare(one: Exchange, other: Exchange, tolerance: float) -> Agreement:

@@ -1,4 +1,4 @@
-"""Recordings side by side, as a page: each engine's answers against those of the transformers backend."""
+"""Recordings side by side, as a page: each engine's answers compared with the transformers backend's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REFERENCE: Final = "transformers"
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """Why answers to a request may differ."""
+    """A known reason for different answers to a request."""
 
     request: str
     engines: tuple[str, ...]
@@ -49,7 +49,7 @@ CAUSES: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One recording against that of the reference, on the same machine."""
+    """One recording compared with the reference's, on the same machine."""
 
     recording: Recording
     agreements: dict[str, Agreement]
@@ -57,7 +57,7 @@ class Column:
 
     @property
     def title(self) -> str:
-        """Backend, its engine's version, where, and in which dtype."""
+        """Backend, its engine's version, device and dtype."""
         recording = self.recording
         version = next((f" {text}" for name, text in recording.versions.items() if recording.backend in name), "")
         where = recording.hardware.gpus[0] if recording.hardware.gpus else "CPU"

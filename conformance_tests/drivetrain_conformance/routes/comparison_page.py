@@ -1,4 +1,4 @@
-"""Reports of route cases side by side: which server answered each route as trainers need it, as a page of Markdown."""
+"""Reports of route cases side by side, as a page of Markdown: the servers that answer each route as trainers need."""
 
 from __future__ import annotations
 

@@ -16,11 +16,11 @@ TIMES_NEARER: Final = 5.0
 
 
 class Material:
-    """Checkpoints and adapters that cases load into the server under test. Each is made when it is first asked for.
+    """Checkpoints and adapters that cases load into the server under test. Each is made on first use.
 
     Args:
         model: Folder of the served model: a Hugging Face checkpoint in safetensors.
-        models: Where copies of it are written.
+        models: Writes copies of it.
     """
 
     def __init__(self, model: Path, models: Models) -> None:
@@ -58,8 +58,8 @@ class Material:
     def require(self, sampled: Sampled, served: Path, *others: Path) -> None:
         """Assert that an answer is of the checkpoint ``served``.
 
-        Its logprobs must be several times nearer to those that transformers computes with ``served`` than to those of
-        each other checkpoint. Rounding by the server's dtype is far smaller than that.
+        Its logprobs must be several times nearer to transformers' with ``served`` than with any other checkpoint.
+        Rounding by the server's dtype is far smaller than that.
         """
         assert sampled.ids, "the answer has no token"
         near = self._distance(sampled, served)

@@ -1,4 +1,4 @@
-"""Answers of a server, and the fields of their JSON: what is absent or of another type fails with its path."""
+"""Answers of a server, and the fields of their JSON; a missing field or wrong type fails with its path."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SHOWN: Final = 200
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A value inside an answer and its path, such as ``choices.0.token_ids``. Each method asserts what it returns."""
+    """A value inside an answer and its path, such as ``choices.0.token_ids``. Methods check the type."""
 
     value: object
     path: str = "the body"

@@ -28,7 +28,7 @@ _WAITS_S: Final = 0.5
 
 
 class RouteRefused(Exception):
-    """The server does not offer a route, or says that it cannot do what was asked."""
+    """The server does not offer a route, or refuses the request as not supported."""
 
 
 class CannotRun(Exception):
@@ -37,7 +37,7 @@ class CannotRun(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """How to reach the server under test."""
+    """Address and keys of the server under test."""
 
     url: str
     """Address of the server, with or without ``/v1``."""
@@ -110,7 +110,7 @@ class Target:
 
     Args:
         client: Client of the server's address.
-        access: How the server is reached.
+        access: The server's address and keys.
         dialect: The routes to expect.
         card: Its first model, as ``/v1/models`` describes it.
     """
@@ -147,7 +147,7 @@ class Target:
         body: Mapping[str, object] | str | None = None,
         query: Mapping[str, str] | None = None,
     ) -> Answer:
-        """Send a request and return its answer, whatever its status."""
+        """Send a request and return its answer, with any status."""
         asked = f"{method} {path}"
         try:
             async with asyncio.timeout(self._access.timeout):
@@ -198,7 +198,7 @@ class Target:
     async def interrupted(
         self, path: str, body: Mapping[str, object], interrupt: Callable[[], Awaitable[object]]
     ) -> list[Field]:
-        """Interrupt a streamed request after its first event; return all events, and whatever ended it."""
+        """Interrupt a streamed request after its first event; return all events, the last one included."""
         async with self.streaming(path, body) as stream:
             begun = await stream.next()
             assert begun is not None, f"the stream of POST {path} is empty"
@@ -263,7 +263,7 @@ async def connected(access: Access) -> AsyncIterator[Target]:
     """Connect to a server, and learn its dialect and model from ``/v1/models``.
 
     Raises:
-        InvalidConfig: nothing answers there, it lists no model, it wants a key, or its dialect cannot be told.
+        InvalidConfig: No server answers, or it lists no model, wants a key, or is of an unknown dialect.
     """
     url = access.url
     try:
@@ -295,7 +295,9 @@ async def _first_card(client: httpx.AsyncClient, access: Access) -> Field:
             response = await client.get("/v1/models", headers=headers)
     except (TimeoutError, httpx.HTTPError) as error:
         said = str(error) or f"no answer within {access.timeout:g} s"
-        raise InvalidConfig(f"--url {url}: the server cannot be reached: {said}", field="--url") from None
+        raise InvalidConfig(
+            f"--url {url}: the server cannot be reached: {said}; start it, or mend the address", field="--url"
+        ) from None
     if response.status_code == 401:
         raise InvalidConfig(f"--url {url}: the server wants a key; give --api-key", field="--api-key")
     try:

@@ -140,14 +140,14 @@ async def connect(
     """Connect to an engine's owner.
 
     Args:
-        handle: Where it listens, and its key.
+        handle: The engine's address and key.
         on_state: Called with the engine's state, now and at each change.
         on_lost: Called in the event loop with the reason when the connection breaks or the pulse stops.
         patience: Seconds to connect within.
 
     Raises:
         EngineDied: The engine died.
-        EngineStateError: Nothing listens there, or the engine is not open.
+        EngineStateError: No engine listens at the address, or the engine is not open.
         WireError: The key is wrong, or the owner speaks another version.
         TlsError: Its certificate is refused, or only one of the two sides speaks TLS.
         InvalidConfig: The file of the handle's ``ssl_ca_certs`` cannot be read.
@@ -216,7 +216,7 @@ def _context(handle: EngineHandle) -> ssl.SSLContext | None:
 
 
 def fetch_facts(handle: EngineHandle, patience: float) -> EngineFacts:
-    """Ask an engine's owner what the engine is, and disconnect. Blocks.
+    """Fetch the description of an engine from its owner, and disconnect. Blocks.
 
     Raises:
         DrivetrainError: as for :func:`connect`.

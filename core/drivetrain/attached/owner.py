@@ -53,7 +53,7 @@ class Owner:
     be made, or another engine answers, every call raises :class:`EngineDied`.
 
     Args:
-        handle: Where the owner listens, and its key.
+        handle: The owner's address and key.
         facts: The engine that is expected there.
         on_state: Called with the engine's state at each connection and change.
     """
@@ -196,7 +196,7 @@ class Owner:
             except (WireError, EngineDied, DeadlineExceeded):
                 raise
             except EngineStateError as error:
-                # Nothing listens: the owner has ended. Anything else, such as an unreachable network, may pass.
+                # A refused connection or a missing socket means that the owner has ended. Other errors may pass.
                 if isinstance(error.__cause__, ConnectionRefusedError | FileNotFoundError) or left < pause:
                     raise
             except ConnectionLost:  # during the handshake; the next one may succeed

@@ -115,7 +115,7 @@ class AttachedLoadedAdapters(LoadedAdapters):
     """Mirrors the names of the owner's adapters, which may be late: only the owner refuses a name."""
 
     def adopt(self, names: Iterable[str]) -> None:
-        """Replace the names by those of the owner's adapters."""
+        """Replace the names by the names of the owner's adapters."""
         self._by_name = {name: LoadedLora(name, pinned=False) for name in names}
 
     def require(self, name: str, field: str) -> None:

@@ -1,4 +1,4 @@
-"""``create_engine("remote", endpoint=…, key=…)``: the page of an engine that another process owns."""
+"""``create_engine("remote", endpoint=…, key=…)``: an engine that another process owns."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def remote_engine(fields: Mapping[str, object], page: type[_E]) -> _E:
 
     Raises:
         InvalidConfig: A field is wrong, or differs from the engine's configuration.
-        EngineStateError: Nothing listens there.
+        EngineStateError: No server listens at the address.
         WireError: The key is wrong, or the owner has another version of drivetrain.
         TlsError: The certificate is refused, or only one of the two sides speaks TLS.
         DeadlineExceeded: The owner does not answer.
@@ -79,7 +79,7 @@ def _handle(fields: Mapping[str, object]) -> EngineHandle:
         )
     try:
         trust = {name: fields.get(name) for name in ("ssl_fingerprint", "ssl_ca_certs")}
-        return EngineHandle(endpoint, key, **trust)  # type: ignore[arg-type]  # it checks them
+        return EngineHandle(endpoint, key, **trust)  # type: ignore[arg-type]  # EngineHandle checks them
     except InvalidRequest as error:
         field = "endpoint" if error.field == "address" else error.field
         raise InvalidConfig(str(error).replace("address=", "endpoint=", 1), field=field) from None

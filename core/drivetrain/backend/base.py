@@ -483,7 +483,7 @@ class Backend(ABC):
         meanwhile.
 
         Raises:
-            InvalidRequest: No new folder can be created there; nothing was written.
+            InvalidRequest: The folder cannot be created; nothing was written.
         """
         raise self._unsupported(Capability.SAVE_SHARDED)
 
@@ -545,7 +545,7 @@ class Backend(ABC):
         raise self._unsupported(Capability.EMBED)
 
     async def reward_score(self, sequences: list[list[int]]) -> list[float]:
-        """Return a reward model's score of each token sequence: its output at the last token, whatever that token's id.
+        """Return a reward model's score of each token sequence: its output at the last token, which may have any id.
 
         State: as for :meth:`embed`.
         """

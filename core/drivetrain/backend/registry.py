@@ -2,7 +2,7 @@
 
 A plugin is an entry point of the group ``drivetrain``. Its name is the backend's; its value is a module with a
 ``drivetrain_backends`` hook (see ``drivetrain.backend.hookspecs``). Only the requested plugin is imported, so a broken
-plugin affects nobody else; requesting it reports its import error.
+plugin affects no other; requesting it reports its import error.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ _loaded: dict[str, _Loaded] = {}
 
 @checked
 def load_backend(name: str) -> type[Backend]:
-    """Return the class of the backend ``name``. Imports its plugin and no other.
+    """Return the class of the backend ``name``, importing only its plugin.
 
     The engine that it adapts need not be installed; see :func:`require_engine`.
 
@@ -343,7 +343,11 @@ def _unknown(name: str) -> str:
     backends = list_backends()
     close = difflib.get_close_matches(name.lower(), [info.name for info in backends], n=1)
     lines = [f"there is no backend named {shown(name)}" + (f"; did you mean {close[0]!r}?" if close else "")]
-    lines.append("known backends:" if backends else f"no plugin of the entry-point group {GROUP!r} is installed")
+    lines.append(
+        "known backends; install a package to add others:"
+        if backends
+        else f"no plugin of the entry-point group {GROUP!r} is installed"
+    )
     for info in backends:
         ready = f"{info.engine_distribution} {info.engine_version}" if not info.reason else info.reason
         lines.append(f"  {info.name}: {info.status.value} ({ready})")

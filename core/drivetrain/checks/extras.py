@@ -13,7 +13,7 @@ from drivetrain.errors import MissingDependency
 def from_extra(extra: str, user: str) -> Iterator[None]:
     """Import packages of ``extra`` inside; a missing one is reported with the command that installs it.
 
-    If blocks are nested, the error names the outermost extra, which brings what the others need.
+    If blocks are nested, the error names the outermost extra, which includes the others.
 
     Args:
         extra: Extra of the distribution, such as ``"weight-sync"``.

@@ -33,7 +33,7 @@ def check_name(field: str, value: object, longest: int = LONGEST_NAME) -> str:
 
 
 def fault_of_name(value: object, longest: int = LONGEST_NAME) -> str:
-    """Return what is wrong with a name and what was expected; "" if it is valid."""
+    """Return the fault of a name, with the expectation; "" if it is valid."""
     if type(value) is str and 0 < len(value) <= longest and value.isprintable():
         return ""  # surrogates and NUL are not printable
     if not isinstance(value, str) or not value:

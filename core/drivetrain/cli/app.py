@@ -19,6 +19,7 @@ from drivetrain.cli.backends import backends
 from drivetrain.cli.doctor import doctor
 from drivetrain.cli.extensions import add_extensions
 from drivetrain.cli.generate import generate
+from drivetrain.cli.help_texts import help_of
 from drivetrain.cli.host import host
 from drivetrain.cli.output import err, out, print_error
 from drivetrain.errors import DrivetrainError
@@ -84,7 +85,7 @@ def _app(settings: _Settings, arguments: Sequence[str]) -> typer.Typer:
         logging.getLogger("drivetrain").setLevel(logging.INFO if verbose else logging.WARNING)
 
     for name, command in BUILT_IN.items():
-        app.command(name)(command)
+        app.command(name, help=help_of(command))(command)
     wanted = next((word for word in arguments if not word.startswith("-") or word == "--version"), None)
     add_extensions(app, taken=BUILT_IN, wanted=wanted)
     return app

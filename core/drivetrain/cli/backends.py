@@ -8,7 +8,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from drivetrain.backend.registry import BackendInfo, BackendStatus, list_backends
+from drivetrain.backend.registry import BackendInfo, BackendStatus, list_backends, load_backend
 from drivetrain.cli.output import err, out, print_json
 from drivetrain.create import create_engine
 from drivetrain.types.capability import Capability
@@ -37,8 +37,9 @@ def backends(
         _list(as_json)
     else:
         if model is None:
+            load_backend(name)  # an unknown name is the first mistake to mend
             raise typer.BadParameter(
-                f"what {name} can do depends on the model; add --model DIR_OR_ID", param_hint="--model"
+                f"the capabilities of {name} depend on the model; add --model DIR_OR_ID", param_hint="--model"
             )
         _capabilities(name, model, as_json)
 

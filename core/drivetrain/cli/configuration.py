@@ -27,7 +27,8 @@ SettingsOption: TypeAlias = Annotated[
     typer.Option("--set", metavar="FIELD=VALUE", help="Set a configuration field; the value is YAML. Repeatable."),
 ]
 IsolationOption: TypeAlias = Annotated[
-    Isolation | None, typer.Option(help="Where the engine runs.", show_default=False)
+    Isolation | None,
+    typer.Option(help="Run the engine in this process or in a host process.", show_default=False),
 ]
 
 
@@ -44,7 +45,9 @@ def configuration(
     for setting in settings:
         name, equals, value = setting.partition("=")
         if not equals or not name:
-            raise typer.BadParameter("a --set is not FIELD=VALUE: it has no '='", param_hint="--set")
+            raise typer.BadParameter(
+                "a --set has no '='; write --set FIELD=VALUE, such as --set dtype=float16", param_hint="--set"
+            )
         try:
             fields[name] = yaml.safe_load(value)
         except yaml.YAMLError as error:

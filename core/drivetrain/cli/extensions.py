@@ -12,6 +12,7 @@ from typing import Final
 
 import typer
 
+from drivetrain.cli.help_texts import help_of
 from drivetrain.cli.output import print_error, print_warning
 
 GROUP: Final = "drivetrain.commands"
@@ -47,7 +48,7 @@ def _add(app: typer.Typer, name: str, entries: list[importlib.metadata.EntryPoin
         app.add_typer(command, name=name)
     elif isinstance(command, FunctionType):
         function: Callable[..., object] = command
-        app.command(name)(function)
+        app.command(name, help=help_of(function))(function)
     else:
         _add_broken(app, name, f"{_origins(entries)} is {command!r}; expected a function or a typer.Typer")
 

@@ -44,7 +44,7 @@ def generate(
     logprobs: Annotated[
         int | None,
         typer.Option(
-            help="With --json: return logprobs, and those of this many most likely tokens.", show_default=False
+            help="With --json: return logprobs, also of this many of the most likely tokens.", show_default=False
         ),
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Treat each prompt as a user message.")] = False,
@@ -102,7 +102,9 @@ def _prompts_of_stdin() -> list[str]:
     lines = [line.rstrip("\r\n") for line in sys.stdin]
     texts = [line for line in lines if line]
     if not texts:
-        raise typer.BadParameter("stdin holds no prompt; pipe one per line", param_hint="PROMPT...")
+        raise typer.BadParameter(
+            "stdin holds no prompt; pipe one per line, or give prompts as arguments", param_hint="PROMPT..."
+        )
     return texts
 
 

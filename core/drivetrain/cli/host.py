@@ -22,7 +22,7 @@ from drivetrain.cli.configuration import (
 from drivetrain.cli.running import started
 from drivetrain.create import create_engine
 from drivetrain.engine.engine import InferenceEngine
-from drivetrain.engine.listener import check_announced, check_certificate
+from drivetrain.engine.listener import check_address, check_certificate, check_key
 from drivetrain.errors import InvalidConfig
 from drivetrain.types.handle import EngineHandle
 
@@ -43,7 +43,9 @@ def host(
     isolation: IsolationOption = None,
     announce: Annotated[
         str | None,
-        typer.Option(metavar="HOST", help="Host name to print in place of that of --listen.", show_default=False),
+        typer.Option(
+            metavar="HOST", help="Host name of the printed endpoint, in place of --listen's.", show_default=False
+        ),
     ] = None,
     key_file: Annotated[
         Path | None,
@@ -67,11 +69,13 @@ def host(
 ) -> None:
     """Start an engine that other processes use: create_engine("remote", endpoint=..., key=...).
 
-    Prints the endpoint, the key and the certificate's fingerprint once the engine is ready. Ends at SIGTERM or Ctrl-C;
-    then the engine ends too.
+    Prints the endpoint, the key and the certificate's fingerprint once the engine is ready. SIGTERM and Ctrl-C end the
+    command and its engine.
     """
     key = _key(key_file)
-    check_announced(listen, announce)
+    if key is not None:
+        check_key(key)
+    check_address(listen, announce)
     certificate = _certificate(listen, ssl_certfile, ssl_keyfile)
     engine = create_engine(configuration(config, settings or [], backend, model, isolation))
     asyncio.run(_serve(engine, listen, key, announce, certificate))

@@ -125,7 +125,7 @@ class Adapters:
         with self.in_flight.weights_are_kept():
             self.controller.move_to(before.begin_update())
             try:
-                self._refuse_users(name, request.mode)  # they may have arrived meanwhile
+                self._refuse_users(name, request.mode)  # requests may have arrived meanwhile
                 if self.in_flight.running_with_lora(name):
                     await self.updates.quiesce(request.mode)
                 yield

@@ -47,14 +47,14 @@ def labelled_score(result: GenerateResult, version: str) -> GenerateResult:
 def to_completion(sample: Sample, result: GenerateResult, tokenizer: Tokenizer) -> Completion:
     """Check a result, cut it at its first stop match, and return it as a completion.
 
-    Ids that were not matched yet are matched here. Where no stop condition needs the text, it is decoded when it is
-    first read.
+    Ids that were not checked for stops yet are checked here. If no stop condition needs the text, it is decoded when
+    it is first read.
 
     Raises:
         EngineInternalError: the engine returned ids outside the vocabulary, or text, logprobs or versions that do not
             align with its ids.
         NonFiniteLogits: the engine returned NaN logprobs.
-        WeightVersionGone: some tokens come from another version than the one that the request is pinned to.
+        WeightVersionGone: some tokens come from another version than the request's ``weight_version``.
     """
     request, params = sample.request, sample.request.params
     if result.scores is None and request.scoring is not None and len(request.prompt_token_ids) == 1:
@@ -115,7 +115,7 @@ def _mask_of(sample: Sample, result: GenerateResult) -> SamplingMask | None:
 
 
 def check_pinned(request: GenerateRequest, result: GenerateResult) -> None:
-    """Raise :class:`WeightVersionGone` if a token is not of the version that the request is pinned to."""
+    """Raise :class:`WeightVersionGone` if a token is of another version than the request's ``weight_version``."""
     pinned = request.weight_version
     if pinned is None or all(span.version == pinned for span in result.weight_versions):
         return

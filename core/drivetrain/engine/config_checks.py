@@ -68,7 +68,7 @@ _CORE_FIELDS: Final = frozenset(
     }
     | {"weight_version", "seed"}
 )
-"""Fields that the engine page itself honours, whatever the backend."""
+"""Fields that ``InferenceEngine`` itself honours, on any backend."""
 
 _CONFIG_NEEDS: Final[tuple[tuple[str, Callable[[EngineConfig], bool], Capability], ...]] = (
     ("tensor_parallel_size", lambda c: c.tensor_parallel_size > 1, Capability.TENSOR_PARALLEL),
@@ -99,7 +99,7 @@ def check_config(config: EngineConfig, config_names: Mapping[str, str], capabili
 
     Raises:
         UnsupportedCapability: the field needs a capability that is not claimed.
-        InvalidConfig: the backend has no equivalent for the field, or the model folder holds what is no file.
+        InvalidConfig: the backend has no equivalent for the field, or the model folder holds more than files.
     """
     require_files(config.model)
     for field, is_used, capability in _CONFIG_NEEDS:
@@ -118,7 +118,7 @@ def check_config(config: EngineConfig, config_names: Mapping[str, str], capabili
         mode = config.logprobs_mode
         require(capabilities, MODE_CAPABILITY[mode], f"logprobs_mode={mode.value!r}", config.backend)
     if config.seed is not None and "seed" not in config_names:
-        # The engine page seeds each request; a backend that names the field seeds its engine instead.
+        # InferenceEngine seeds each request; a backend that names the field seeds its engine instead.
         require(capabilities, Capability.SEED, f"seed={config.seed}", config.backend)
     handled = _CORE_FIELDS | {field for field, _, _ in _CONFIG_NEEDS} | set(config_names)
     for field in sorted(config.model_fields_set - handled):

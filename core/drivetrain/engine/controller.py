@@ -130,7 +130,7 @@ class Controller:
 
     @contextmanager
     def shut_gate(self) -> Generator[None, None, None]:
-        """Hold every request that arrives within, whatever the status says."""
+        """Hold every request that arrives inside the block, in any status."""
         self._holds += 1
         try:
             yield

@@ -19,19 +19,19 @@ _OVER: Final = (EngineState.FAILED, EngineState.CLOSED)
 
 
 class SampleEnd:
-    """How one sample ended, once it has."""
+    """The end of one sample; empty until then."""
 
     def __init__(self) -> None:
         self.reason: FinishReason | None = None
         self.cached_tokens = 0
 
     def set(self, reason: FinishReason, cached_tokens: int) -> None:
-        """Note the end, and how many tokens of the prompt the prefix cache had."""
+        """Record the finish reason, and the number of prompt tokens that the prefix cache had."""
         self.reason, self.cached_tokens = reason, cached_tokens
 
 
 class SampleCounts:
-    """Samples and tokens that this page of an engine has asked for. No number ever falls."""
+    """Samples and tokens that this ``InferenceEngine`` has asked for. No number ever falls."""
 
     def __init__(self) -> None:
         self.ended: Counter[str] = Counter(dict.fromkeys([*(reason.value for reason in FinishReason), FAILED], 0))
@@ -70,21 +70,21 @@ class SampleCounts:
 
 
 class Stretch:
-    """The times that something lasted: how often, and how many seconds in all."""
+    """A condition's count and total seconds, such as those of pauses."""
 
     def __init__(self) -> None:
         self.times = 0
-        """How often it began."""
+        """Number of times that the condition began."""
         self._seconds = 0.0
         self._since: float | None = None
 
     @property
     def seconds(self) -> float:
-        """Seconds that it has lasted, until now if it lasts."""
+        """Total seconds, up to now if the condition holds."""
         return self._seconds + (0.0 if self._since is None else time.monotonic() - self._since)
 
     def look(self, lasts: bool) -> bool:
-        """Note whether it lasts; return True if it ends with this."""
+        """Record whether the condition holds; return True if it has just ended."""
         if lasts and self._since is None:
             self.times += 1
             self._since = time.monotonic()
@@ -106,7 +106,7 @@ class StateTimes:
         self._updates = 0
 
     def look(self, status: EngineStatus) -> None:
-        """Take note of the status, which has changed."""
+        """Count and time the states that a new status begins or ends."""
         lives = status.state not in _OVER
         self.paused.look(lives and status.paused is not None)
         self.asleep.look(lives and bool(status.asleep))

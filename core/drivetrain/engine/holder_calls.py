@@ -39,12 +39,12 @@ class Claims:
 
 
 class HolderCalls(SharedEngine):
-    """The calls of one holder, done by the engine's parts.
+    """Carries out the calls of one holder with the engine's parts.
 
     Args:
-        name: Who holds it, for messages.
-        parts: Those of the engine.
-        claims: Shared by all holders of the engine.
+        name: The holder's name in messages.
+        parts: The engine's parts.
+        claims: The claims of all holders of the engine.
     """
 
     def __init__(self, name: str, parts: Parts, claims: Claims) -> None:
@@ -134,7 +134,7 @@ class HolderCalls(SharedEngine):
             )
 
     def _take(self, request: WeightUpdateRequest | None) -> WeightUpdateRequest:
-        """Claim the weights for an update that begins: the given one, or the one that was prepared."""
+        """Claim the weights for ``request``, or for the prepared update if it is None; return the update."""
         self._refuse_others_update()
         prepared, self._prepared = self._prepared, None
         newest, self.claims.prepared_by = self.claims.prepared_by, None
@@ -293,7 +293,7 @@ class HolderCalls(SharedEngine):
     # The end -----------------------------------------------------------------------------------------------------
 
     def leave(self) -> None:
-        """Note that the holder is gone: its cancelled calls need not wait for an update that goes on."""
+        """Record that the holder is gone: its cancelled calls need not wait for an update that goes on."""
         self._gone.set()
 
     async def undo(self) -> None:

@@ -45,7 +45,7 @@ UNKNOWN_LIMIT: Final = 4096
 UNKNOWN_S: Final = 10.0
 """Seconds in which a connection must prove the key."""
 UNKNOWN_MOST: Final = 64
-"""Connections that may be about to prove it at one time."""
+"""Connections at one time that may not have proved the key yet."""
 _SHORTEST_KEY: Final = 16
 _HOST_NAME: Final = re.compile(r"[A-Za-z0-9._-]+")
 
@@ -54,8 +54,8 @@ class EngineListener:
     """Listens for holders of one engine.
 
     Args:
-        parts: Those of the engine.
-        facts: Tells holders what the engine is.
+        parts: The engine's parts.
+        facts: Returns the description of the engine that holders get.
     """
 
     def __init__(self, parts: Parts, facts: Callable[[], EngineFacts]) -> None:
@@ -86,18 +86,13 @@ class EngineListener:
             InvalidConfig: the address cannot be listened on, the key is too short or too long, or the files of the
                 certificate cannot be used.
         """
-        if not _SHORTEST_KEY <= len(key) <= LONGEST_KEY or not key.isascii():
-            raise InvalidConfig(
-                f"key has {len(key)} characters; expected {_SHORTEST_KEY} to {LONGEST_KEY} ASCII characters; None "
-                "makes a random key",
-                field="key",
-            )
+        check_key(key)
         loop = asyncio.get_running_loop()
 
         def serve() -> HolderConnection:
             return HolderConnection(self, key)
 
-        check_announced(address, announced)
+        check_address(address, announced)
         tls = check_certificate(address, certfile, keyfile)
         if address is None:
             self._folder = self._folder or tempfile.mkdtemp(prefix="drivetrain-engine-")  # with mode 0700
@@ -107,8 +102,6 @@ class EngineListener:
         host, port = _host_and_port(address)
         shown_host = _in_address(announced or host)
         scheme, fingerprint = ("tcp", None) if tls is None else ("tls", tls[1])
-        if not _is_host(host):
-            raise InvalidConfig(f"listen={shown(address)}: {shown(host)} is no host name", field="listen")
         try:
             if tls is None:
                 server = await loop.create_server(serve, host, port)
@@ -199,7 +192,7 @@ class HolderConnection(RpcServer):
             self._transport.abort()
 
     def got_pulse(self) -> None:
-        """Take note that the holder's pulse is watched."""
+        """Record that the holder's pulse is watched."""
         self._alarm.cancel()
 
     def tell(self, state: SharedState) -> None:
@@ -286,12 +279,26 @@ def _serve_tls(context: ssl.SSLContext, serve: Callable[[], HolderConnection]) -
     return TlsServer(context, serve())
 
 
-def check_announced(address: str | None, announced: str | None) -> None:
-    """Check the host name that a handle is to have.
+def check_key(key: str) -> None:
+    """Raise InvalidConfig unless holders can prove this key."""
+    if not _SHORTEST_KEY <= len(key) <= LONGEST_KEY or not key.isascii():
+        raise InvalidConfig(
+            f"key has {len(key)} characters; expected {_SHORTEST_KEY} to {LONGEST_KEY} ASCII characters; None "
+            "makes a random key",
+            field="key",
+        )
+
+
+def check_address(address: str | None, announced: str | None) -> None:
+    """Check the ``HOST:PORT`` to listen on, None for a Unix socket, and the host name that a handle is to have.
 
     Raises:
-        InvalidConfig: It is none, or there is no ``HOST:PORT`` to listen on.
+        InvalidConfig: One of them is malformed, or a host name is announced for a Unix socket.
     """
+    if address is not None:
+        host, _ = _host_and_port(address)
+        if not _is_host(host):
+            raise InvalidConfig(f"listen={shown(address)}: {shown(host)} is no host name", field="listen")
     if announced is None:
         return
     if address is None:

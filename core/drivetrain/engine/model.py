@@ -43,7 +43,7 @@ class StartedModel:
         self._builder = self.new_builder()
 
     def with_all_eos_ids(self, info: ModelInfo) -> ModelInfo:
-        """Add the tokenizer's EOS id, which for some chat models no other file names."""
+        """Add the tokenizer's EOS id: some chat models name it in no other file."""
         named = (*info.eos_token_ids, *eos_token_ids(self.tokenizer.inner))
         ends = tuple(token_id for token_id in dict.fromkeys(named) if 0 <= token_id < info.vocab_size)
         return replace(info, eos_token_ids=ends)

@@ -1,4 +1,4 @@
-"""Pause, sleep and caches: what becomes of requests in flight, and which memory the engine holds."""
+"""Pauses, sleep and caches: they decide about requests in flight and about the engine's memory."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class PauseAndSleep:
             )
 
     def will_be_frozen(self) -> None:
-        """Take note that the backend freezes requests as part of a weight update."""
+        """Record that the backend freezes requests as part of a weight update."""
         self._frozen = True
 
     def were_unfrozen(self) -> None:
@@ -210,7 +210,7 @@ class PauseAndSleep:
                 self.leave_asleep(left, name)
 
     def leave_asleep(self, tags: frozenset[MemoryTag], holder: str) -> None:
-        """Note which memory sleeps though its holder is gone: see :class:`EngineStatus`."""
+        """Record that the holder that put ``tags`` to sleep is gone. They sleep on; see :class:`EngineStatus`."""
         self.controller.move_to(self.controller.status.leave_asleep(tags, holder))
         logger.warning("%s is gone and has left the engine asleep; wake it up to use it", holder)
 

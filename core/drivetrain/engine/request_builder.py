@@ -59,7 +59,7 @@ class RequestBuilder:
 
     Args:
         config: The engine's configuration.
-        capabilities: The engine's.
+        capabilities: The engine's capabilities.
         model: The model.
         tokenizer: Its tokenizer.
         holder: Number of this process among those that make requests of the engine; each draws with seeds of its own.

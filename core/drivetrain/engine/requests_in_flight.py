@@ -64,13 +64,13 @@ class RequestsInFlight:
         """One future per sample that waits there, in order of arrival."""
         self._drained = asyncio.Event()
         self._keeping_weights = 0
-        """How many changes of state are under way that leave the weights of every sample in the backend as they are."""
+        """Number of changes of state under way that leave the weights of every sample in the backend as they are."""
         self._known: dict[str, Samples] = {}
         self._like_samples: set[str] = set()
         """Known ids that could be the ids of another prompt's samples."""
         self._in_backend: dict[str, Sample] = {}
         self._lost: EngineError | None = None
-        """Why the engine is dead: every sample ends with this error."""
+        """The error with which every sample ends, once the engine is dead."""
         controller.subscribe(self.changed)
 
     # The gate ----------------------------------------------------------------------------------------------------
@@ -90,12 +90,12 @@ class RequestsInFlight:
 
     @property
     def waiting(self) -> int:
-        """How many samples wait at the gate."""
+        """Number of samples that wait at the gate."""
         return len(self._at_gate)
 
     @property
     def running(self) -> int:
-        """How many samples the backend has."""
+        """Number of samples in the backend."""
         return len(self._in_backend)
 
     def using_lora(self, lora_name: str) -> int:
@@ -254,7 +254,7 @@ class RequestsInFlight:
             raise self._out_of_memory(error) from error
 
     def _out_of_memory(self, error: EngineOutOfMemory, shown: int = 0) -> EngineOutOfMemory:
-        """Make the error of a request that is not retried; ``shown`` chunks of its stream were yielded before."""
+        """Return the error of a request that cannot be retried; its stream has already yielded ``shown`` chunks."""
         batch_size = max(error.batch_size, self.running + 1)
         tried = (
             f"after {shown} chunks of a stream, which cannot be generated twice"

@@ -10,7 +10,7 @@ from typing import Final
 from drivetrain.backend.base import GenerateRequest
 
 Given = tuple[str, object]
-"""How errors name a prompt, and the prompt as the caller gave it."""
+"""A prompt's name in errors, and the prompt as the caller gave it."""
 READ: Final = ("", None)
 
 

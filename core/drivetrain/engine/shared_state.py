@@ -57,7 +57,7 @@ def shared_capabilities(
         backend: The backend's class, for an engine that runs inline.
         config: The engine's configuration.
         capabilities: The engine's capabilities for the process that owns it.
-        isolation: Where the engine runs.
+        isolation: The process in which the engine runs.
     """
     shared = capabilities - {Capability.WEIGHTS_IN_PROCESS}
     if isolation is Isolation.INLINE:  # memory that this process cannot map, others can

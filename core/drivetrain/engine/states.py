@@ -60,11 +60,11 @@ class EngineStatus:
     asleep: frozenset[MemoryTag] = frozenset()
     weights: WeightState = WeightState.CLEAN
     why: str = ""
-    """Why the engine is dirty or failed."""
+    """Reason for which the engine is dirty or failed."""
     died: bool = False
     """True if the engine failed because it died; False if it did not start, or could not sleep or wake up."""
     updates: int = 0
-    """How many weight updates were committed."""
+    """Number of committed weight updates."""
     left_by: tuple[tuple[MemoryTag, str], ...] = ()
     """Memory that sleeps though every holder that put it to sleep is gone, each kind with the last of these holders."""
 
@@ -102,7 +102,7 @@ class EngineStatus:
             words += f", {which}left so by {holder}, which is gone"
         return words
 
-    # What may be asked -------------------------------------------------------------------------------------------
+    # Requirements of calls ---------------------------------------------------------------------------------------
 
     def require_open(self, action: str) -> None:
         """Raise unless the engine was started and neither failed nor was closed."""
@@ -181,7 +181,7 @@ class EngineStatus:
         return replace(self, paused=None)
 
     def lift_pause(self) -> EngineStatus:
-        """PAUSED → not paused, for a holder that is gone. Weights that may not be served go on holding requests."""
+        """PAUSED → not paused, for a holder that is gone. Requests stay held while the weights are dirty."""
         return replace(self, paused=None)
 
     def sleep(self, tags: frozenset[MemoryTag], *, keeps_weights: bool) -> EngineStatus:
@@ -200,7 +200,7 @@ class EngineStatus:
         return replace(self, asleep=self.asleep - tags, left_by=self._left_without(tags))
 
     def leave_asleep(self, tags: frozenset[MemoryTag], holder: str) -> EngineStatus:
-        """Note that the holder which put ``tags`` to sleep is gone. They sleep until ``wake_up`` is called.
+        """Record that the holder which put ``tags`` to sleep is gone. They sleep until ``wake_up`` is called.
 
         The memory may be in use by others, and weights that were not kept would not be served.
         """

@@ -1,4 +1,4 @@
-"""The text of a sample that the engine page reads as a stream."""
+"""The text of a sample that ``InferenceEngine`` reads as a stream."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class StreamedText:
         return False
 
     def release(self) -> ReleasedText:
-        """Return what no later match can take away."""
+        """Return the text that no later stop match can remove."""
         return self._matcher.release()
 
     def end(self, result: GenerateResult) -> GenerateResult:

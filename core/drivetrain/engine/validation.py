@@ -246,7 +246,7 @@ def as_prompts(value: PromptLike | Sequence[PromptLike], context_length: int | N
         context_length: Most token ids of a prompt. Longer prompts are refused before their ids are checked.
 
     Raises:
-        InvalidRequest: naming the prompt and what is wrong with it.
+        InvalidRequest: naming the prompt and its fault.
     """
     return tuple(as_prompt(one, where, context_length) for where, one in given_prompts(value))
 

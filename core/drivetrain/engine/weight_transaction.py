@@ -57,7 +57,7 @@ class WeightTransaction:
         self._ended = False
         self.request = request
         self.buckets = 0
-        """How many buckets there are to load."""
+        """Number of buckets to load."""
         self.nbytes = 0
         """Bytes loaded so far."""
         self.paused_seconds = 0.0
@@ -142,13 +142,13 @@ class KeptPlan:
         try:
             packed = struct.pack(f"<{len(digests)}q", *map(digests.__getitem__, self._names))
         except (KeyError, struct.error):
-            return PrepareUpdate(request)  # the receiver says what is wrong with the digests
+            return PrepareUpdate(request)  # the receiver raises the error about the digests
         return PrepareUpdate(
             request.model_copy(update={"plan": WeightPlan(()), "digests": {}}), kept_plan=self._hash, digests=packed
         )
 
     def keep(self, plan: WeightPlan | None) -> None:
-        """Take note that the backend keeps this plan."""
+        """Record that the backend keeps this plan."""
         if plan is None:
             return
         if plan is not self._plan:

@@ -41,7 +41,7 @@ class WeightTransferHandle(Generic[_Result]):
         self._let_go = let_go
         self._progress = progress
         self._ended = ""
-        """How the transfer ended ("finished", "failed", "cancelled"); "" until then."""
+        """Result of the transfer: "finished", "failed" or "cancelled"; "" until it ends."""
 
     @property
     def staged(self) -> bool:

@@ -97,7 +97,7 @@ class WeightUpdates:
         return transaction
 
     async def forget(self, request: WeightUpdateRequest) -> None:
-        """Drop this request if it is the prepared one; the receiver frees what it staged."""
+        """Drop this request if it is the prepared one; the receiver frees its staged tensors."""
         if self._prepared is not None and self._prepared.request is request:
             self._prepared = None
             await self._withdraw()

@@ -222,7 +222,7 @@ class ChatPayload(_Payload):
         default=None, description="auto: put the tools into the prompt and parse the model's calls; none: neither."
     )
     safety_identifier: StrictStr | None = Field(default=None, description="A label of the caller's, without effect.")
-    # Accepted only with the value that holds anyway
+    # Accepted with their default values only: no other value has an effect here.
     modalities: tuple[Literal["text"], ...] | None = Field(default=None, description="Only text.")
     parallel_tool_calls: Literal[True] | None = Field(
         default=None, description="Only True: all calls of the model are returned."

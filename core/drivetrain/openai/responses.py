@@ -19,7 +19,7 @@ class PromptTokensDetails(TypedDict):
 
 
 class Usage(TypedDict):
-    """Token counts of a whole call. A prompt counts once, whatever ``n`` is; stop tokens count as generated."""
+    """Token counts of a whole call. A prompt counts once for all ``n`` choices; stop tokens count as generated."""
 
     prompt_tokens: int
     completion_tokens: int

@@ -30,7 +30,7 @@ _DEADLINE_S: Final = 120.0
 
 
 class DescribedError(msgspec.Struct, frozen=True):
-    """An error of the other environment, in the form in which the probe's answer carries it."""
+    """An error of the other environment, as the probe's answer carries it."""
 
     error: str
     message: str
@@ -89,7 +89,7 @@ class _Answer(_Version):
 
 
 def probe(config: EngineConfig, python: str | None = None, *, deadline: float = _DEADLINE_S) -> ProbeResult:
-    """Query what the configured backend can do in the environment of ``python``. Blocks; starts no engine.
+    """Query the configured backend's capabilities in the environment of ``python``. Blocks; starts no engine.
 
     Args:
         config: The engine's configuration, on which capabilities may depend.

@@ -16,7 +16,7 @@ With Python's own, a pass over everything that was made since the start comes ev
 
 @contextmanager
 def steady_garbage_collection(*, holds_model: bool) -> Generator[None, None, None]:
-    """Leave alone what the start made, and look at lasting objects rarely, until the end of the block.
+    """Until the end of the block, exempt the objects made so far, and collect old generations rarely.
 
     Args:
         holds_model: Keep Python's own thresholds: in this process, reference cycles may hold a model's tensors.

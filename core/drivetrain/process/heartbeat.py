@@ -145,6 +145,6 @@ def _how(pid: int) -> str:
 
 
 def _end_all() -> None:
-    """Kill this host and its descendants: the trainer is gone, so nobody can ask for a clean end."""
+    """Kill this host and its descendants: the trainer is gone and cannot ask for a clean end."""
     end_own_family()
     os._exit(1)

@@ -99,7 +99,7 @@ class HostProcess:
         self._thread.start()
 
     def started(self) -> None:
-        """Note that ``start`` returned: from now on a silent host counts as dead.
+        """Record that ``start`` returned: from now on a silent host counts as dead.
 
         Before that, loading a library can hold the interpreter longer than any heartbeat interval. So until then only a
         stopped process counts as frozen; the start's deadline covers the rest.

@@ -26,7 +26,7 @@ _GROUP_MARGIN: Final = re.compile(r"(?P<indent> +)[|+] (?:Exception Group )?$")
 """Margin before the first line of a traceback of an exception group, or of a group nested in it."""
 _EXCEPTION: Final = re.compile(r"(?P<path>(?:[A-Za-z_][\w<>]*\.)*)(?P<name>[A-Za-z_]\w*)(?P<message>:.*)?$")
 _UNFINISHED: Final = re.compile(r":$|\d validation errors? for [\w.]+$")
-"""Ends the first line of a message whose next line says what is wrong."""
+"""Ends the first line of a message that goes on with the cause in the next line."""
 _LEVEL_NAMES: Final = frozenset({"DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"})
 _HARMLESS: Final = re.compile(r"Exception ignored in|(?:DEBUG|INFO|WARNING)\b")
 """Start of the line above a traceback, if the exception was only logged or ignored and ended nothing."""

@@ -101,8 +101,8 @@ def shared_memory_of(processes: Iterable[psutil.Process]) -> set[Path]:
 def _left_by(killed: Collection[int], files: Collection[Path]) -> set[Path]:
     """Choose the files to remove among those that the killed processes used.
 
-    These are semaphores of Python's multiprocessing, files named after a killed process, and files that nobody uses any
-    more. Files named after this process or its parent are kept: they may have been lent.
+    These are semaphores of Python's multiprocessing, files named after a killed process, and files that no process
+    uses any more. Files named after this process or its parent are kept: they may have been lent.
     """
     numbers = {file: {int(number) for number in _NUMBERS.findall(file.name)} for file in files}
     own = {file for file in files if file.name.startswith(_SEMAPHORE) or not numbers[file].isdisjoint(killed)}

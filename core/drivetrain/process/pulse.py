@@ -40,7 +40,7 @@ class _Watched:
     silent: float = 0.0
     """Seconds since the last byte."""
     is_new: bool = True
-    """Nothing was read yet: bytes may wait where a poll does not see them."""
+    """No byte was read yet: the first bytes may wait where a poll does not see them."""
 
 
 class PulseWatch(threading.Thread):

@@ -60,7 +60,7 @@ class RpcClient(asyncio.Protocol):
         """Call a method and return its result; cancelling the wait cancels the call at the other end.
 
         Raises:
-            DrivetrainError: what the method raised, or why no reply will come.
+            DrivetrainError: the method's error, or the reason for which no reply will come.
         """
         call_id, reply = self._begin_call(method, arguments)
         try:
@@ -123,7 +123,7 @@ class RpcClient(asyncio.Protocol):
                 _logger.warning("%s was cancelled after it had returned, and was not undone: %s", method.name, error)
 
     def _over(self, call_id: int, *, returned: bool) -> bool:
-        """Note that a cancelled call is over; return False if it is none."""
+        """Forget a cancelled call that is over; return False if the call was not cancelled."""
         end = self._given_up.pop(call_id, None)
         if end is None:
             return False
@@ -163,11 +163,11 @@ class RpcClient(asyncio.Protocol):
 
     @property
     def refusal(self) -> DrivetrainError | None:
-        """Why calls are refused; None while they are not."""
+        """The error with which calls are refused; None while the connection works."""
         return None if self._refusal is None else self._refusal()
 
     def close(self) -> None:
-        """Close the socket once what was sent is written."""
+        """Close the socket after everything that was sent has been written."""
         self._on_lost = _ignore
         if self._transport is not None:
             self._writes.flush()

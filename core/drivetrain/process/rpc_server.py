@@ -151,7 +151,7 @@ class RpcServer(asyncio.Protocol, ABC):
             if task.cancelled() or task.exception() is not None:
                 self._writes.put(End(call_id))
             else:
-                waited_for = True  # it returned nevertheless
+                waited_for = True  # the call returned nevertheless
         if task.cancelled():
             if waited_for:
                 self._writes.put(failure(call_id, EngineInternalError(f"the engine cancelled {method.name} by itself")))

@@ -1,6 +1,6 @@
 """The calls that the holder of a handle makes to the engine's owner.
 
-They are calls of the engine page, not of a backend: the owner decides on states, gates and versions.
+They are calls of ``InferenceEngine``, not of a backend: the owner decides on states, gates and versions.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class AppliedUpdate:
 
 
 class SharedEngine(ABC):
-    """One engine, as one of its holders calls it. Each method does what the engine page's method of that name does."""
+    """One engine, as one of its holders calls it. Methods are named after those of ``InferenceEngine``."""
 
     # Tokenizer ---------------------------------------------------------------------------------------------------
 

@@ -91,7 +91,7 @@ def fingerprint_of(der: bytes) -> str:
 
 
 def check_fingerprint(expected: str | None, der: bytes | None, address: str) -> None:
-    """Compare the other side's certificate, in DER format, with a pinned fingerprint; None: nothing is pinned.
+    """Compare the other side's certificate, in DER format, with a pinned fingerprint; None: accept any.
 
     Raises:
         TlsError: It is another certificate.

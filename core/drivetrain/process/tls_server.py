@@ -32,7 +32,7 @@ class TlsServer(asyncio.Protocol, asyncio.Transport):
 
     Args:
         context: The owner's certificate and key.
-        inner: The protocol. It is connected at once; what it writes is sent after the handshake.
+        inner: The protocol. It is connected at once; its writes are sent after the handshake.
     """
 
     def __init__(self, context: ssl.SSLContext, inner: asyncio.Protocol) -> None:
@@ -156,7 +156,7 @@ class TlsSocket:
         """Return bytes, or none if the other side has closed.
 
         Raises:
-            BlockingIOError: None has come.
+            BlockingIOError: No bytes have come.
         """
         while True:
             try:

@@ -133,7 +133,7 @@ class Open(_Message, frozen=True):
 
 
 class Attach(_Message, frozen=True):
-    """A holder's answer to a listener's ``Hello``: proof of the key, and what the connection is for."""
+    """A holder's answer to a listener's ``Hello``: proof of the key, and the purpose of the connection."""
 
     wire_version: int
     drivetrain: str
@@ -143,7 +143,7 @@ class Attach(_Message, frozen=True):
     pulse_of: int
     """0: a connection for calls; otherwise the pulse of the holder with this number."""
     name: str
-    """Who holds it, for messages: host and process."""
+    """The holder's host and process, for messages."""
 
 
 class Call(_Message, frozen=True):

@@ -37,7 +37,7 @@ class WorkerCall:
 
     @property
     def freeze(self) -> PauseMode | None:
-        """How requests are frozen while the call runs; None: they are not."""
+        """Freezes requests in this way while the call runs; None: requests go on."""
         return next((argument.freeze for argument in self.arguments if isinstance(argument, ApplyUpdate)), None)
 
 
@@ -136,7 +136,7 @@ class WorkerMethods:
         """Decode the result of a call that was sent over an engine's own RPC.
 
         Raises:
-            DrivetrainError: what the method raised.
+            DrivetrainError: the method's error.
         """
         answer: FromHost = read(from_host, memoryview(payload))
         if isinstance(answer, Failure):

@@ -1,6 +1,6 @@
 """The host's end of a socket to a worker inside the engine: calls go past the engine's own queues and threads.
 
-The host listens under a name that nobody else is told, and the engine's process connects to it.
+The host listens under a random name that it tells only the engine's process, which connects to it.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ class ServerBackend(Backend, Generic[Says]):
         self._death: asyncio.Future[EngineError] | None = None
         self._launch: object = None
 
-    # What differs between engines --------------------------------------------------------------------------------
+    # For each engine ---------------------------------------------------------------------------------------------
 
     @classmethod
     @abstractmethod
@@ -125,7 +125,7 @@ class ServerBackend(Backend, Generic[Says]):
 
         Raises:
             InvalidConfig: There is no endpoint, or the server does not match the configuration.
-            EngineStartError: Nobody answers there, or not a server that this backend works with.
+            EngineStartError: No server answers at the address, or one that this backend does not know.
         """
         client = cls._client_of(config)
         with ThreadPoolExecutor(1, thread_name_prefix="drivetrain-server-look") as thread:

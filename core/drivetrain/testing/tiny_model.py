@@ -477,7 +477,7 @@ def _cached(architecture: str, seed: int, overrides: Mapping[str, ConfigValue]) 
         try:
             building.rename(folder)
         except OSError:  # it exists: another process wrote it, or the system's cleaner deleted files not read for days
-            # Nothing is removed, for the other process may be reading it; files of one key have the same content.
+            # Existing files stay: another process may be reading them, and files of one key have the same content.
             for file in building.iterdir():
                 file.replace(folder / file.name)
     finally:

@@ -90,7 +90,7 @@ def _compiled(template: str) -> Template:
 
 
 class _GenerationBlock(Extension):
-    """``{% generation %}``, which marks what the model wrote for those who train on it; here its body is rendered."""
+    """``{% generation %}``, which marks the model's own text for trainers; here only its body is rendered."""
 
     tags = {"generation"}  # noqa: RUF012
 

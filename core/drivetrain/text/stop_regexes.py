@@ -48,7 +48,7 @@ class SearchBudget:
         self._seconds_left = STOP_SEARCH_S
 
     def renew(self) -> None:
-        """Allow the whole time again."""
+        """Restart the time limit, for the next token."""
         self._seconds_left = STOP_SEARCH_S
 
     def run(self, look: Callable[[float], _T], pattern: str, characters: int) -> _T:
@@ -118,7 +118,7 @@ class StopRegex:
         return None
 
     def may_begin_at(self, text: str) -> int:
-        """Return the earliest place at which a later match of ``text`` and what follows it can begin."""
+        """Return the earliest place at which a match that needs more text can begin."""
         if self._begun is None:
             match = self._partial(self._compiled, text)
             return len(text) if match is None else match.start()

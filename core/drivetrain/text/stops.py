@@ -1,4 +1,4 @@
-"""Stop strings and stop regexes: where generation ends, and which ids and text remain.
+"""Stop strings and stop regexes: find where generation ends, and cut ids and text there.
 
 The rule is the same on every backend and does not depend on how the text was split into tokens. Generation ends at the
 first prefix of the decoded text that contains a match. The text is cut exactly there; the ids are the shortest prefix
@@ -90,7 +90,7 @@ class StopMatcher:
         return self._search(len(shown))
 
     def outcome(self) -> MatchedText:
-        """End the sample, and return what remains of the ids so far: cut at the match, or all of them.
+        """End the sample; return its ids so far, cut at the match if there is one.
 
         Raises:
             InvalidRequest: A stop regex takes longer than ``STOP_SEARCH_S``.
@@ -105,7 +105,7 @@ class StopMatcher:
         text = self._decoder.text
         sure = len(text)
         if not (self._params.stop or self._regexes):
-            return sure, len(self._ids)  # nothing can cut them, not even ids of incomplete characters
+            return sure, len(self._ids)  # no stop condition can cut them, not even at ids of incomplete characters
         if not self._params.include_stop_str_in_output:
             for stop in self._params.stop:
                 held = next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

@@ -43,7 +43,7 @@ class Decoder(Protocol):
 class Tokenizer:
     """A model's tokenizer, from its folder or hub id, loaded with transformers' ``AutoTokenizer``.
 
-    Where transformers is not installed, or older than 5, a ``tokenizer.json`` is read without it.
+    If transformers is not installed, or older than 5, a ``tokenizer.json`` is read without it.
     """
 
     def __init__(self, inner: InnerTokenizer) -> None:
@@ -81,7 +81,7 @@ class Tokenizer:
         return len(self.inner)
 
     def fingerprint(self) -> str:
-        """Return a digest of what decides the ids of a text: vocabulary, merges, normalisation and added tokens.
+        """Return a digest of vocabulary, merges, normalisation and added tokens, which decide the ids of a text.
 
         Two tokenizers with one fingerprint give the same ids; takes up to a second for a large vocabulary.
         """
@@ -173,7 +173,7 @@ def import_libraries_without_torch() -> None:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # one is that there is no torch
     sys.modules["torch"] = cast("ModuleType", None)  # so that an import fails
     try:
-        with suppress(ImportError):  # load() says what is missing
+        with suppress(ImportError):  # load() raises an error that names the missing file
             from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
     finally:
         del sys.modules["torch"]

@@ -139,7 +139,7 @@ class TokenizerJson:
         tokenize: bool,
         **variables: Any,
     ) -> str:
-        """Return the text of a conversation; ``tokenize`` is for transformers' own, and must be False."""
+        """Return the text of a conversation. ``tokenize``, a parameter of transformers' tokenizers, must be False."""
         assert not tokenize
         given = {"documents": None, **self.special_tokens_map, **variables}
         given |= {"tools": tools, "add_generation_prompt": add_generation_prompt}

@@ -1,4 +1,4 @@
-"""Capabilities: what an engine can do, as data.
+"""Capabilities: the features that an engine supports, as data.
 
 A capability is claimed or unclaimed; there is no third state. Claimed means that it works. A request that needs an
 unclaimed one is refused with :class:`~drivetrain.errors.UnsupportedCapability` before any work.

@@ -143,7 +143,7 @@ class EngineConfig(BaseModel):
     """Configuration of one engine. Frozen; unknown fields are refused.
 
     If the chosen backend has no equivalent for a field that is set, creating the engine raises an error that names the
-    field: nothing is dropped in silence.
+    field: none is ignored.
     """
 
     # Pydantic's errors would repeat the input, for example an API key under a mistyped name.
@@ -343,7 +343,8 @@ def read_yaml(path: str | os.PathLike[str]) -> dict[str, object]:
     try:
         loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, TypeError, RecursionError) as error:  # not UTF-8; NUL in the path; not a path
-        raise InvalidConfig(f"cannot read the engine configuration {shown(path)}: {error}") from error
+        name = shown(os.fspath(path) if isinstance(path, os.PathLike) else path)
+        raise InvalidConfig(f"cannot read the engine configuration {name}: {error}; give a YAML file") from error
     except yaml.YAMLError as error:
         # YAML's own message quotes the line, which may hold a key.
         mark = getattr(error, "problem_mark", None)

@@ -1,4 +1,4 @@
-"""A handle: what another process needs to use an engine that this one owns."""
+"""Handles, with which other processes use an engine that this one owns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True)
 class EngineHandle:
-    """Where an engine listens, and the key to it. Small and picklable; whoever has it controls the engine."""
+    """An engine's address and key. Small and picklable; any process that has it controls the engine."""
 
     address: str
     """``unix:/path``, ``tcp://host:port`` or ``tls://host:port``."""

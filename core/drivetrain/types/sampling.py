@@ -1,4 +1,4 @@
-"""Sampling parameters: how tokens are drawn from the model's distribution, and when generation stops."""
+"""Sampling parameters: the distribution that tokens are drawn from, and the ends of generation."""
 
 from __future__ import annotations
 

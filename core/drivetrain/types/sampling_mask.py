@@ -16,7 +16,7 @@ _WORD: Final = struct.Struct("<i")
 
 
 class MaskForm(Enum):
-    """How the ids of one position are packed. The shortest form is taken; of equally short ones the first."""
+    """The packing of one position's ids. The shortest form is used; if two are equally short, the first."""
 
     KEPT = "kept"
     """The ids that were left, ascending."""

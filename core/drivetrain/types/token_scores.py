@@ -1,4 +1,4 @@
-"""Logprobs at the positions of a given sequence: what a request asks for, and the packed result."""
+"""Logprobs at the positions of a given sequence: the request, and the packed result."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Description of weight updates: which tensors, where they are, which version they become.
+"""Descriptions of weight updates: tensors, their source, and the new version.
 
-Nothing here moves data; ``drivetrain_weight_sync`` does, on the trainer's and on the engine's side.
+``drivetrain_weight_sync`` moves the data, on the trainer's and on the engine's side.
 """
 
 from __future__ import annotations
@@ -285,7 +285,7 @@ class AbortUpdate:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseSources:
-    """Unmap senders' shared memory, which is kept between updates otherwise, and discard a pending update."""
+    """Unmap senders' shared memory, which the engine keeps between updates, and discard a pending update."""
 
 
 WeightMessage = PrepareUpdate | BeginUpdate | LoadBuckets | VerifyUpdate | CommitUpdate | AbortUpdate | ReleaseSources
@@ -299,7 +299,7 @@ class ApplyUpdate:
     buckets: int
     keep_prefix_cache: bool
     freeze: PauseMode | None = None
-    """How to freeze requests for the update, to be unfrozen after it; None: no requests, or frozen already."""
+    """Freeze requests in this way until the end of the update; None: there are none, or they are frozen."""
 
     @property
     def load(self) -> LoadBuckets:

@@ -43,7 +43,7 @@ class EngineActor:
     If the engine dies, the actor's process ends, so that Ray makes the actor anew from the constructor's arguments.
 
     Args:
-        config: The engine's.
+        config: The engine's configuration.
         keepers: Actors that keep the engine's GPUs, in the order of ``CUDA_VISIBLE_DEVICES``. If there are none, the
             GPUs are this actor's own.
     """

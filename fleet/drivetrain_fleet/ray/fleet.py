@@ -37,7 +37,7 @@ class RayFleet(InferenceEngineClient):
         attached: The page of each.
         min_engines: As of :class:`drivetrain_fleet.InferenceEngineClient`; so are the arguments that follow.
         max_staleness: Versions that an engine may be behind and still serve.
-        routing: How samples are spread.
+        routing: The policy that spreads samples over the engines.
         max_waiting: Samples that may wait for an engine.
         max_samples_per_engine: Samples that one engine may have at a time.
         exact_failover: Stream tokens from the engines, to know which samples have none.
@@ -121,7 +121,7 @@ class RayFleet(InferenceEngineClient):
             await page.parts.backend.died()
             member = self._fleet.members.find(name)
             if joined and (member is None or member.engine is not page):
-                return  # it was removed
+                return  # the engine was removed
             try:
                 page = await self._attach_anew(name, engine)
             except EngineDied as error:

@@ -33,7 +33,7 @@ def gpus_of(config: EngineConfig, given: float | None) -> float:
     """Return how many GPUs an engine takes.
 
     Args:
-        config: The engine's.
+        config: The engine's configuration.
         given: Number that the caller asks for. None: one for each rank, but none if the engine or the cluster has no
             GPUs.
     """
@@ -66,7 +66,7 @@ def places(
         count: Number of engines.
         gpus: GPUs of each.
         cpus: CPUs of each engine's actor.
-        group: Where the bundles are; None: Ray chooses a node for each engine.
+        group: The placement group of the bundles; None: Ray chooses a node for each engine.
         indices: For each engine its bundle or bundles; None: the first free ones.
 
     Raises:

@@ -159,7 +159,7 @@ async def start_engines(
         cpus_per_engine: CPUs of each engine's actor.
         resources: Custom resources of each engine's actor.
         runtime_env: Ray's runtime environment of the actors.
-        max_restarts: How often Ray makes an actor anew that has died; -1: always.
+        max_restarts: Times that Ray makes a dead actor anew; -1: always.
         actor_class: Class of the actors, with methods of its own beside those of :class:`EngineActor`.
         actor_arguments: Arguments of its constructor, after those of :class:`EngineActor`.
 

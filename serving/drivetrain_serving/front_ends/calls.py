@@ -140,6 +140,6 @@ class Caller:
     def close(self) -> None:
         """Close the socket, by which the other process knows that this one needs it no more."""
         self._client.fail(partial(ConnectionLost, f"{self._who} was ended"))
-        with suppress(OSError):  # it was closed by the other process
+        with suppress(OSError):  # the other process has closed it
             self._connected.shutdown(socket.SHUT_RDWR)  # processes that the engine forked may hold the socket, too
         self._client.close()

@@ -71,7 +71,7 @@ async def _run(settings: Settings, port: socket.socket, called: socket.socket, o
     engine = await attach(handle)
     served = FrontEndEngine(engine, config, await Caller.over(owner, OWNER, "the engine's owner"))
     app = application(served)
-    # Other front-ends pass requests on to the private socket: whatever comes there is answered here.
+    # The private socket takes requests that other front-ends pass on; they are answered here.
     private = AppOnSocket(app, listening_path(places.front_end(settings.index)), config)
     passing = PassesOn(app, places, settings.index)
     public = AppOnSocket(passing, port, config, shared=True, counts=app.state.counts)

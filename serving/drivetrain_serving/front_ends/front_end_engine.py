@@ -1,4 +1,4 @@
-"""The served engine of a front-end: adapters are those of the engine's owner."""
+"""The served engine of a front-end, with the adapters of the engine's owner."""
 
 from __future__ import annotations
 

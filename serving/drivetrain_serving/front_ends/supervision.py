@@ -41,7 +41,7 @@ _END_S: Final = 10.0
 _FIRST_PAUSE_S: Final = 0.1
 _LONGEST_PAUSE_S: Final = 30.0
 _COUNT_S: Final = 5.0
-"""Seconds in which a front-end must tell its numbers; else those that it told before are taken."""
+"""Timeout in seconds for a front-end's counts; after it, the last ones are used."""
 _STEADY_S: Final = 60.0
 """A front-end that lived for so many seconds is started again without a long pause."""
 
@@ -74,11 +74,11 @@ class FrontEnds(OtherProcesses):
         self._closed = False
 
     async def begin(self) -> None:
-        """Start the processes, which import what they need while the engine starts."""
+        """Start the processes: they import their modules while the engine starts."""
         await gather_or_cancel(one.begin() for one in self._each)
 
     async def start(self, app: Starlette) -> None:
-        """Let them serve, and start those that have not begun.
+        """Let the processes serve, and start those that have not begun.
 
         Args:
             app: The application, which listens on a Unix socket.
@@ -105,7 +105,7 @@ class FrontEnds(OtherProcesses):
         return Settings(index, self.places.count, str(self.places.folder), handle.address, handle.key, config)
 
     async def close(self) -> None:
-        """Let them accept no more requests, give those in flight ``shutdown_timeout`` to end, and end them."""
+        """Let the processes accept no more requests, give requests in flight ``shutdown_timeout``, and end them."""
         if self._closed:
             return
         self._closed = True
@@ -178,16 +178,16 @@ class _FrontEnd:
         self._patience = 0.0
         self._process: asyncio.subprocess.Process | None = None
         self._waiting: tuple[socket.socket, socket.socket] | None = None
-        """Sockets of a process that has begun and that waits to be told its part."""
+        """Sockets of a process that has begun and waits for its settings."""
         self._caller: Caller | None = None
         self._watching: asyncio.Task[None] | None = None
         """Looks at whether the process is stopped, as long as it runs."""
         self._before = Counted()
-        """Numbers of the processes that have ended, as they last told them."""
+        """Last counts of the processes that have ended."""
         self._told = Counted()
 
     async def begin(self) -> None:
-        """Start the process, which imports what it needs and then waits."""
+        """Start the process: it imports its modules and then waits."""
         called, called_there = socket.socketpair()
         calling, calling_there = socket.socketpair()
         self._waiting = (called, calling)
@@ -323,7 +323,7 @@ class _FrontEnd:
             for one in self._waiting:
                 one.close()
             self._waiting = None
-            self._kill()  # it holds nothing yet
+            self._kill()  # a process that has no engine yet needs no clean end
         self._watch_no_more()
         if self._process is None:
             return

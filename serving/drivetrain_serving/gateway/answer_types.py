@@ -1,4 +1,4 @@
-"""Types of the answers of sessions' routes, of which the OpenAPI document is made."""
+"""Types of the answers of sessions' routes; the OpenAPI document is made from them."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ StopReason = Literal["end_turn", "max_tokens", "tool_use", "stop_sequence"]
 
 
 class MessageEnding(TypedDict):
-    """Why a message ended."""
+    """The reason for which a message ended."""
 
     stop_reason: StopReason | None
     stop_sequence: str | None
@@ -266,13 +266,13 @@ class ResponseUsage(TypedDict):
 
 
 class IncompleteDetails(TypedDict):
-    """Why a response is not complete."""
+    """The reason for which a response is not complete."""
 
     reason: Literal["max_output_tokens"]
 
 
 class OpenAIResponse(TypedDict):
-    """Answer of ``…/responses``. The last fields are those of the request."""
+    """Answer of ``…/responses``. Its last fields repeat the request's."""
 
     id: str
     object: Literal["response"]
@@ -308,7 +308,7 @@ class _ItemEvent(_Event):
 
 
 class PlaceOfPart(_ItemEvent):
-    """Where the part of an event lies."""
+    """Position of an event's part in the response."""
 
     item_id: str
     content_index: Literal[0]

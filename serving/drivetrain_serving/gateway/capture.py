@@ -57,7 +57,7 @@ class Asked:
 
 
 class Capture:
-    """Generates for sessions, and records what was sampled.
+    """Generates for sessions, and records the sampled tokens.
 
     Generation runs in a task of its own. If the client goes, its requests are aborted in the engine, and the tokens
     sampled until then are recorded.
@@ -218,7 +218,7 @@ _Piece = TypeVar("_Piece", Completion, CompletionChunk)
 
 
 def _as_asked(piece: _Piece, asked: Asked) -> _Piece:
-    """Leave out logprobs that only the record wants."""
+    """Leave out logprobs that only the record needs."""
     if asked.shows_logprobs:
         return piece
     return dataclasses.replace(piece, logprobs=None, top_logprobs=None)

@@ -64,7 +64,7 @@ def text_after(
         sampled: The earlier turn's sampled ids.
 
     Raises:
-        CannotExtend: The template renders the earlier turn in another way than before.
+        CannotExtend: The template now renders the earlier turn differently.
     """
     if not earlier.begins(text):
         raise CannotExtend(PROMPT_DIFFERS)
@@ -108,7 +108,7 @@ def text_after_any(
 
 
 def _rest(tokenizer: Tokenizer, prompt: ChatPrompt, count: int) -> str:
-    """Return the text that the template writes after an answer, whatever the answer is."""
+    """Return the text that the template writes after any answer."""
     messages = [*prompt.messages[: count - 1], _PLAIN, *prompt.messages[count:]]
     _, found, rest = _rendered(tokenizer, prompt, messages, opens_answer=True).rpartition(_SENTINEL)
     if not found:
@@ -145,7 +145,9 @@ def ids_after(tokenizer: Tokenizer, text: str, before: int, context_length: int,
             return ids[1:]
     elif tokenizer.special_tokens:
         ids = _encoded(tokenizer, min(tokenizer.special_tokens) + text, context_length, where)
-        if tokenizer(ids, skip_special_tokens=False) == min(tokenizer.special_tokens) + text:  # some take spaces
+        if (
+            tokenizer(ids, skip_special_tokens=False) == min(tokenizer.special_tokens) + text
+        ):  # some special tokens absorb spaces
             return ids[1:]
     return _encoded(tokenizer, text, context_length, where)
 

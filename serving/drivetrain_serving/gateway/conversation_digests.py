@@ -1,4 +1,4 @@
-"""Digests of conversations, by which a request's messages are recognised as those of an earlier turn."""
+"""Digests of conversations, to recognise an earlier turn's messages in a request."""
 
 from __future__ import annotations
 

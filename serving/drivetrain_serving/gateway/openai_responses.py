@@ -98,7 +98,7 @@ def _messages(instructions: object, given: object) -> list[Json]:
 
 
 def _add(messages: list[Json], role: str, text: str) -> None:
-    """Add a message. Instructions and developers' messages at the beginning become one: many templates allow one."""
+    """Add a message. System messages at the beginning are merged: many chat templates allow only one."""
     if role == "system" and len(messages) == 1 and messages[0]["role"] == "system":
         messages[0] = {"role": "system", "content": f"{messages[0]['content']}\n\n{text}"}
     else:

@@ -1,4 +1,4 @@
-"""Routes of sessions: those of agents, and those of the trainer that reads what was recorded."""
+"""Routes of sessions: for agents, and for the trainer that reads the records."""
 
 from __future__ import annotations
 

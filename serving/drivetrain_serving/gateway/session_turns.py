@@ -83,7 +83,7 @@ class Session:
     def continued_by(self, conversations: Sequence[Conversation]) -> Iterator[Turn]:
         """Yield the turns that a conversation continues.
 
-        Those with the most messages come first, of these the ones whose answer came back unchanged, then the latest.
+        Turns with more messages come first, then turns whose answer came back unchanged, then later ones.
         """
         for digest, exact in reversed(conversations):
             turns = self._by_messages.get(digest, ())

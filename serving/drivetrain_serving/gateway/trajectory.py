@@ -1,4 +1,4 @@
-"""Trajectories: what a trainer reads of a session."""
+"""Trajectories: sessions in the form that a trainer reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The prompt of a turn: which earlier turn it extends, and its ids."""
+"""The prompt of a turn: its ids, and the earlier turn that it extends."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class PreparedPrompt:
     continues: int | None
     """The turn whose messages it continues."""
     begins_because: str | None
-    """The reason why it extends no turn; None if it does."""
+    """The reason why the prompt extends no turn; None if it does."""
     rendered: RenderedPrompt
 
     @property
@@ -42,7 +42,7 @@ class PreparedPrompt:
 
     @property
     def new_ids(self) -> list[int]:
-        """The ids after those of the parent."""
+        """The ids after the parent's."""
         return self.token_ids[self.parent.length :] if self.parent else self.token_ids
 
 

@@ -65,7 +65,7 @@ class AppOnSocket:
                 ClosesUnlessContinued(app),
                 lifespan="off",
                 http=protocol_of(config, counts, to_front_ends=listening.family is socket.AF_UNIX),
-                ws="none",  # no route is one
+                ws="none",  # no route is a websocket
                 log_config=None,
                 access_log=False,
                 server_header=False,

@@ -17,10 +17,10 @@ def protocol_of(config: ServerConfig, counts: RequestCounts | None, *, to_front_
     """Return the protocol of a server's connections.
 
     Args:
-        config: Its bounds. As many bytes of a refused body are discarded as are taken, and as many again.
+        config: The server's limits. Up to twice ``max_body_bytes`` of a refused body are discarded.
         counts: Counts the requests that are refused before they have a path.
-        to_front_ends: The clients are front-ends that pass requests on. Such a client may take nothing of an answer for
-            longer than ``send_timeout``, while its own client takes what the kernel holds; it ends slow clients itself.
+        to_front_ends: The clients are front-ends that pass requests on. ``send_timeout`` does not apply to them: a
+            front-end stops reading while its own client is slow, and ends slow clients itself.
     """
 
     class Connection(EndsSlowClients):

@@ -1,4 +1,4 @@
-"""Keys of the routes: which key opens which."""
+"""Keys of the routes: middleware that checks them."""
 
 from __future__ import annotations
 

@@ -54,20 +54,20 @@ class RequestRecord:
         self._clock = time.perf_counter()
 
     def generates(self, model: str, request_ids: Sequence[str]) -> None:
-        """Note that the engine is asked."""
+        """Record the model, the number of prompts, and the first prompt's request id."""
         self.model = model[:_LONGEST]
         self.request_id = request_ids[0][:_LONGEST]
         self.prompts = len(request_ids)
         self.error = None  # of an earlier call for the same request
 
     def sampled(self, tokens: int) -> None:
-        """Note sampled tokens."""
+        """Record sampled tokens."""
         self.generated_tokens += tokens
         if self.first_token_seconds is None and tokens:
             self.first_token_seconds = time.perf_counter() - self._clock
 
     def completed(self, completion: Completion) -> None:
-        """Note how a completion ended; its tokens are noted by :meth:`sampled`."""
+        """Record the end of a completion, whose tokens :meth:`sampled` has recorded."""
         if completion.sample_index == 0:
             self.prompt_tokens += len(completion.prompt_token_ids)
             self.cached_tokens += completion.cached_tokens
@@ -75,11 +75,11 @@ class RequestRecord:
         self.weight_versions |= {span.version: None for span in completion.weight_versions}
 
     def failed(self, error: Exception) -> None:
-        """Note the error that ended the request."""
+        """Record the error that ended the request."""
         self.error = type(error).__name__
 
     def ended(self) -> None:
-        """Note the end."""
+        """Record the duration of the request."""
         self.seconds = time.perf_counter() - self._clock
 
     def described(self) -> Mapping[str, object]:
@@ -109,7 +109,7 @@ class RequestRecord:
 
 
 RECORD: Final[ContextVar[RequestRecord | None]] = ContextVar("drivetrain_request_record", default=None)
-"""The record of the request that is being answered; None where nobody wants records."""
+"""The record of the request that is being answered; None if records are off."""
 
 
 class RequestRecords:

@@ -46,7 +46,7 @@ class Fields(BaseModel):
     """Fields of a body or a query by their names on the wire.
 
     The route itself checks values, in its dialect's order and words, so that a field is an ``object`` here; its
-    ``json_schema_extra`` says what the route takes.
+    ``json_schema_extra`` documents the values that the route takes.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore", json_schema_extra=_require)
@@ -83,7 +83,7 @@ def documented(
     event: object = None,
     errors: tuple[object, ...] | None = (),
 ) -> Callable[[_F], _F]:
-    """Say what a route takes and answers. Its docstring is the description.
+    """Document the requests and answers of a route. Its docstring becomes the description.
 
     Args:
         body: The JSON object that it reads.

@@ -14,16 +14,16 @@ from typing import ClassVar, Final
 
 import h11
 
-from drivetrain_serving.http_layer.unread_bodies import ReadsOn
+from drivetrain_serving.http_layer.unread_bodies import DiscardsUnreadBodies
 
 _LEAST: Final = 1 << 16
 """Bytes of an answer that a client must take in each period."""
 _NUMBER: Final = struct.Struct("i")
 _RESET: Final = struct.pack("ii", 1, 0)
-"""Value of ``SO_LINGER`` that resets a connection when it is closed, and discards what was not sent."""
+"""Value of ``SO_LINGER`` that resets a connection when it is closed, and discards unsent bytes."""
 
 
-class EndsSlowClients(ReadsOn):
+class EndsSlowClients(DiscardsUnreadBodies):
     """HTTP/1.1 on one connection; ends it if the client does not send its headers, or does not take its answers.
 
     Bodies have limits of their own, in the application: they are part of a request that can be answered.
@@ -32,10 +32,10 @@ class EndsSlowClients(ReadsOn):
     header_seconds: ClassVar[float]
     """Seconds that the headers of a request may take after their first byte."""
     send_seconds: ClassVar[float | None]
-    """Seconds in which a client must take a part of what the server has to send; None: it may take its time."""
+    """Seconds in which a client must take a part of its answer; None: no limit."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin; a connection without a request may be idle as long as one that is kept."""
+        """Start the idle timeout, which kept connections have, before the first request too."""
         self._headers_due: asyncio.TimerHandle | None = None
         self._sending: asyncio.TimerHandle | None = None
         super().connection_made(transport)
@@ -61,7 +61,7 @@ class EndsSlowClients(ReadsOn):
         self._look_at_headers()
 
     def _look_at_headers(self) -> None:
-        """Give headers that have begun their time, and those that have come no more."""
+        """Start the timer when headers begin, and stop it when they are complete."""
         begun = self.conn.their_state is h11.IDLE and not self.transport.is_closing() and self.conn.trailing_data[0]
         if not begun:
             self._await_no_headers()
@@ -85,19 +85,19 @@ class EndsSlowClients(ReadsOn):
     # Answers ---------------------------------------------------------------------------------------------------------
 
     def pause_writing(self) -> None:
-        """Wait for the client to take what has been written."""
+        """Start the timer of the client: the write buffer is full."""
         super().pause_writing()
         self._await_taking()
 
     def resume_writing(self) -> None:
-        """Go on: the client has taken most of it."""
+        """Stop the timer: the client has taken most of the buffer."""
         super().resume_writing()
         self._await_no_taking()
         if self.transport.is_closing():
             self._await_taking()
 
     def close_connection(self) -> None:
-        """Close the connection once the client has taken what has been written."""
+        """Close the connection once the client has taken its answer, or is late."""
         super().close_connection()
         self._await_taking()
 
@@ -112,7 +112,7 @@ class EndsSlowClients(ReadsOn):
             self._await_taking()
         elif self._socket.get_write_buffer_size():
             self.logger.warning("a client did not take its answer within %g s", self.send_seconds)
-            # Else the kernel would go on offering what it holds.
+            # Without a reset, the kernel would keep sending its buffer after the connection is closed.
             self._socket.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
             self._socket.abort()
 

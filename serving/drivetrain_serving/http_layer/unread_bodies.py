@@ -22,12 +22,12 @@ _ANSWERABLE: Final = (h11.IDLE, h11.SEND_RESPONSE)
 _TEXT: Final = (b"content-type", b"text/plain; charset=utf-8")
 
 
-class ReadsOn(H11Protocol):
+class DiscardsUnreadBodies(H11Protocol):
     """HTTP/1.1 on one connection; discards the rest of a request that has been answered.
 
     If the answer keeps the connection, the next request is answered after the end of the body. Otherwise our half of
-    the connection is closed after the answer, and the whole of it at the end of the body, or when the client closes
-    it. A body that exceeds the bounds below ends the connection.
+    the connection is closed after the answer, and the other half at the end of the body or when the client closes it.
+    A body that exceeds the bounds below ends the connection.
     """
 
     most_bytes: ClassVar[int]
@@ -174,7 +174,7 @@ class _Transport(asyncio.Transport):
 class ClosesUnlessContinued:
     """Middleware: an answer to a client that was not told to send its body closes the connection.
 
-    Such a client may leave the body out, so that nobody could tell where its next request begins.
+    Such a client may leave the body out. The server could then not tell where the next request begins.
 
     Args:
         app: The application.

@@ -40,7 +40,7 @@ def document_of(
         errors_of: Returns the types of bodies of errors that the application makes for a path.
 
     Raises:
-        LookupError: nothing was said of a route, or two models have one name.
+        LookupError: A route is not documented, or two models have one name.
     """
     schemas: Json = {}
     paths: dict[str, Json] = {}
@@ -119,7 +119,7 @@ def _content(kind: str, doc: RouteDoc, schemas: Json, errors: Sequence[object]) 
 
 
 def _of_event(data: list[Json]) -> Json:
-    """Return the schema of a server-sent event: OpenAPI 3.1 has no other place for it than that of the stream."""
+    """Return the schema of a server-sent event: OpenAPI 3.1 has no place for it but the schema of the stream."""
     text = {"type": "string", "contentMediaType": JSON, "contentSchema": {"anyOf": data}}
     return {"type": "object", "properties": {"event": {"type": "string"}, "data": text}, "required": ["data"]}
 
@@ -166,7 +166,7 @@ def _add(found: Mapping[str, Json], schemas: Json) -> None:
 
 
 def _used(schemas: Mapping[str, Json], paths: object) -> Json:
-    """Return the schemas that the paths refer to: some are those of fields that have other names on the wire."""
+    """Return the schemas that the paths refer to, directly or through other schemas."""
     found: Json = {}
     while missing := {*_references(paths), *_references(found)} - found.keys():
         found |= {name: schemas[name] for name in missing}

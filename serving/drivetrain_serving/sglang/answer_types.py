@@ -1,4 +1,4 @@
-"""Types of the answers of SGLang's routes, of which the OpenAPI document is made."""
+"""Types of the answers of SGLang's routes; the OpenAPI document is made from them."""
 
 from __future__ import annotations
 

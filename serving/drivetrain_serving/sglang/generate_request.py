@@ -84,7 +84,7 @@ class GenerateBody(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One prompt of a request: what its answer must hold."""
+    """The contents of one prompt's answer, as requested."""
 
     sampling: Sampling
     logprobs: bool

@@ -1,4 +1,4 @@
-"""SGLang's own fields of OpenAI's requests, translated to those of vLLM that the routes read."""
+"""SGLang's own fields of OpenAI's requests, translated to vLLM's fields, which the routes read."""
 
 from __future__ import annotations
 

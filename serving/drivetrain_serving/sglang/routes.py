@@ -1,4 +1,4 @@
-"""SGLang's routes: which path is answered by what, and which key opens it."""
+"""SGLang's routes: their paths, the methods that answer them, and their keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SGLang's sampling parameters, translated to those of the engine."""
+"""SGLang's sampling parameters, translated to the engine's."""
 
 from __future__ import annotations
 

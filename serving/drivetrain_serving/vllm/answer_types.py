@@ -1,4 +1,4 @@
-"""Types of the answers of vLLM's and OpenAI's routes, of which the OpenAPI document is made."""
+"""Types of the answers of vLLM's and OpenAI's routes; the OpenAPI document is made from them."""
 
 from __future__ import annotations
 
@@ -391,7 +391,7 @@ class LoraConfigInfo(TypedDict):
 
 
 class WeightTransferConfigInfo(TypedDict):
-    """How weights can come from a trainer."""
+    """The transports by which a trainer can send weights."""
 
     backend: Literal["nccl"]
 

@@ -286,7 +286,7 @@ class ControlRoutes:
     @documented(body=AbortFields, answer=types.Aborted, errors=(PlainErrorBody,))
     @_refusals(plain_error_answer)
     async def abort_requests(self, request: Request) -> Response:
-        """Answer POST ``/abort_requests``: those of ``request_ids``, or all."""
+        """Answer POST ``/abort_requests``: abort the requests of ``request_ids``, or all."""
         ids = (await read_fields(request, self._served.config, AbortFields)).request_ids or []
         if not isinstance(ids, list) or not all(isinstance(one, str) for one in ids):
             raise InvalidRequest(f"request_ids={shown(ids)}: expected a list of strings", field="request_ids")

@@ -1,8 +1,8 @@
-"""Requests as vLLM's clients write them, translated to those of the engine.
+"""Requests of vLLM's clients, translated to the engine's.
 
-The engine page is strict; tolerance is this dialect's. As vLLM does, it takes null for absent, ignores unknown fields,
-and has other words for "off": ``top_k=-1``, ``logprobs=true``, a priority of which the lower is sooner. A field that
-would change the tokens and cannot be honoured is refused.
+``InferenceEngine`` is strict, and this dialect is as tolerant as vLLM: null means absent, unknown fields are ignored,
+and some values differ, such as ``top_k=-1`` for "off", ``logprobs=true``, and lower priorities that are sooner. A field
+that would change the tokens and cannot be honoured is refused.
 """
 
 from __future__ import annotations

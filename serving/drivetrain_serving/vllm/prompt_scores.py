@@ -28,7 +28,11 @@ class PromptScores:
 
     @classmethod
     def asked_for(cls, asked: GenerateRequest, vocabulary: int) -> PromptScores | None:
-        """Return what a request asks for, if anything, of a model with this many ids.
+        """Return the scores that a request asks for; None if it asks for none.
+
+        Args:
+            asked: The request.
+            vocabulary: Number of the model's ids.
 
         Raises:
             InvalidRequest: the ids are no rectangle of integers with a row for each position from the first one on, or

@@ -191,7 +191,7 @@ class WeightTransferRoutes:
             bucket = self._bucket(asked.update_info)
             self._groups.require_open()
         except InvalidRequest:
-            # The trainer broadcasts something all the same: without the group, that fails instead of waiting.
+            # The trainer goes on with its broadcast. Without the group, the broadcast fails instead of waiting.
             await self._groups.abandon(GROUP)
             raise
         try:

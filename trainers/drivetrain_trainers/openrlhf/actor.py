@@ -50,7 +50,7 @@ class RolloutActor(EngineActor):
     last tensor of an update has come, the engine serves them, and its version counts the updates.
 
     Args:
-        config: The engine's.
+        config: The engine's configuration.
         keepers: As of :class:`EngineActor`.
         agent_func_path: A Python file with OpenRLHF's ``AgentExecutor``; None: its single-turn executor.
         remote_rm_url: URLs of reward models, or a Python file with a ``reward_func``; for the single-turn executor.
@@ -111,12 +111,12 @@ class RolloutActor(EngineActor):
 
         Args:
             prompt_token_ids: The prompt, used exactly as given.
-            sampling_params: vLLM's.
+            sampling_params: vLLM's ``SamplingParams``.
             multi_modal_data: Must be empty.
 
         Raises:
             InvalidRequest: A sampling parameter is not translated, or its value is wrong.
-            UnsupportedCapability: There are images, or the engine lacks what a parameter asks for.
+            UnsupportedCapability: There are images, or the engine lacks a capability that a parameter needs.
             DrivetrainError: as ``InferenceEngine.generate``.
         """
         if multi_modal_data:
@@ -158,7 +158,7 @@ class RolloutActor(EngineActor):
             level: 1 keeps a copy of the weights, and 2 does not, as the engine's ``sleep_keeps_weights`` must say.
 
         Raises:
-            InvalidRequest: The level is another, or not what the engine was started for.
+            InvalidRequest: The level is unknown, or disagrees with the engine's ``sleep_keeps_weights``.
             EngineBusy: Requests are in flight.
         """
         engine = await self._started()
@@ -209,7 +209,7 @@ class RolloutActor(EngineActor):
             rank_offset: First rank of this engine, which has ``tensor_parallel_size`` of them.
             world_size: Ranks of all engines and the trainer's one.
             group_name: Name of the group.
-            backend: ``nccl`` or ``gloo``. OpenRLHF 0.8.9 and later form an NCCL communicator whatever it says.
+            backend: ``nccl`` or ``gloo``. OpenRLHF 0.8.9 and later form an NCCL communicator for both.
             use_ray: Must be false.
 
         Raises:

@@ -157,7 +157,7 @@ class TrainerWeights:
 def forms_bare_communicator(backend: str) -> bool:
     """Return whether the trainer forms a bare NCCL communicator, and no torch.distributed group.
 
-    OpenRLHF does since 0.8.9, whatever the backend's name is. Where OpenRLHF is not installed, ``nccl`` means one.
+    OpenRLHF 0.8.9 and later do, for any name of the backend. Where OpenRLHF is not installed, ``nccl`` means one.
     """
     try:
         utilities = importlib.import_module("openrlhf.utils.distributed_util")

@@ -104,7 +104,7 @@ class ControlCalls(Page):
         await self.sleep(None, **options)
 
     async def wake_up_all(self, **options: Unpack[WakeOptions]) -> None:
-        """Allocate all of it again."""
+        """Allocate all freed memory again."""
         await self.wake_up(None, **options)
 
     async def reset_prefix_cache(self) -> None:

@@ -141,7 +141,7 @@ class GenerationCalls(Page):
             request_payload: ``{"json": body, "headers": headers}``; the headers have no effect.
 
         Returns:
-            The answer, or what was wrong: errors are not raised.
+            The answer, or the error as a dictionary: errors are not raised.
         """
         try:
             return await self.engine.chat_completion(payload_of(_body(request_payload)))

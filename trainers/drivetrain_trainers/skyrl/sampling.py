@@ -64,7 +64,7 @@ def payload_of(body: Mapping[str, object]) -> dict[str, object]:
     """Translate the body of an OpenAI request, in which SkyRL's engines take SGLang's fields too.
 
     Two keys have no effect: SkyRL's client needs ``session_id`` only to choose an engine, and token ids are returned
-    whatever ``return_token_ids`` says.
+    for any ``return_token_ids``.
 
     Raises:
         InvalidRequest: A value cannot be honoured.

@@ -104,7 +104,7 @@ class WeightTransferHandle:
 
     @property
     def error(self) -> BaseException | None:
-        """Why they did not come."""
+        """The error with which the transfer failed; None otherwise."""
         task = self.transfer_task
         return task.exception() if task.done() and not task.cancelled() else None
 

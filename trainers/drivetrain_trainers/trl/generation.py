@@ -57,7 +57,7 @@ class EngineGeneration:
     Args:
         served: The engine.
         model: The policy.
-        accelerator: The trainer's.
+        accelerator: The trainer's accelerator.
         settings: The generation settings.
     """
 
@@ -73,12 +73,12 @@ class EngineGeneration:
 
     @property
     def llm(self) -> object:
-        """All that TRL's loop over tools reads of vLLM's object: ``llm_engine.model_config.max_model_len``."""
+        """The part of vLLM's object that TRL's loop over tools reads: ``llm_engine.model_config.max_model_len``."""
         length = self._served.engine.model_info.context_length
         return SimpleNamespace(llm_engine=SimpleNamespace(model_config=SimpleNamespace(max_model_len=length)))
 
     def sync_weights(self) -> None:
-        """Note that the policy has changed; the next :meth:`generate`, which knows the step, pushes it."""
+        """Record that the policy has changed. The next :meth:`generate`, which knows the step, pushes it."""
         self._behind = True
 
     def generate(
@@ -93,8 +93,8 @@ class EngineGeneration:
         Args:
             prompts: Token ids, which TRL has repeated ``num_generations`` times.
             images: Must be None.
-            num_generations: 1 for the turns after a tool's, which not every rank of the trainer has. Equal prompts that
-                follow one another become one request whatever it is.
+            num_generations: Completions per prompt; 1 for turns after a tool's, which not every rank of the trainer
+                has. Consecutive equal prompts become one request in any case.
             profiler: Times the generation, and tells the training step, which becomes the weight version. Without it,
                 pushes are counted.
 
@@ -220,7 +220,7 @@ def generation(
         fields: Fields of the engine's configuration, such as ``model``.
 
     Raises:
-        UnsupportedCapability: TRL is a release in which the place is another.
+        UnsupportedCapability: This release of TRL has another class there.
         InvalidRequest: the arguments conflict.
         DrivetrainError: the errors of :func:`create_engine`.
     """

@@ -27,7 +27,7 @@ from drivetrain_weight_sync.shards.links import Committed, Failed, Hello, Link
 from drivetrain_weight_sync.shards.rank_discovery import Place, Ranks, new_key
 
 _HELLO_S: Final = 10.0
-"""How long a connection may take to show the key."""
+"""Seconds in which a connection must show the key."""
 
 Facts = dict[str, Any]
 """Plain values that a rank sends to the others."""

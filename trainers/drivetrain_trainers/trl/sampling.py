@@ -68,7 +68,7 @@ def sampling_params(settings: GenerationSettings) -> SamplingParams:
         "max_new_tokens": settings.max_completion_length,
         "logprobs": 0,
         "logprobs_mode": LogprobsMode.PROCESSED,
-        # TRL counts a completion as truncated unless one of its own ids ended it, whatever the engine's model says.
+        # TRL counts a completion as truncated unless one of TRL's own ids ended it; the engine's model may have others.
         "ignore_eos": True,
     }
     eos, more_stops = list(settings.eos_token_ids), list[int]()

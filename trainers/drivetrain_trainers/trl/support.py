@@ -73,7 +73,7 @@ def require_pushable(accelerator: Accelerator, model: nn.Module, *, share: bool)
     """Raise unless the trainer's processes can push the policy: each holds it whole, or FSDP2 shards it.
 
     Args:
-        accelerator: The trainer's.
+        accelerator: The trainer's accelerator.
         model: The policy.
         share: One engine for all processes.
 

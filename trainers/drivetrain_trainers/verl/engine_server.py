@@ -54,7 +54,7 @@ class EngineServer:
         """Start the engine; return its address.
 
         Raises:
-            InvalidConfig: The configuration asks for what no engine, or not this one, can do.
+            InvalidConfig: The engine cannot do what a field of the configuration asks for.
             EngineStartError: The engine did not start.
         """
         config = engine_config(self._rollout, self._model, mode=self._mode, is_teacher=self._is_teacher)

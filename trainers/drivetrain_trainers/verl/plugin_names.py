@@ -7,9 +7,9 @@ from typing import Final
 ROLLOUT: Final = "drivetrain"
 """Value of ``actor_rollout_ref.rollout.name``, and the key of ``rollout.engine_kwargs`` for the engine's fields."""
 OPTIONS: Final = f"actor_rollout_ref.rollout.engine_kwargs.{ROLLOUT}"
-"""Where the fields of the engine's configuration are written."""
+"""The key of verl's configuration that holds the fields of the engine's."""
 TEACHER: Final = "distillation.teacher_models.*.inference"
-"""Where a teacher has the fields of ``actor_rollout_ref.rollout``."""
+"""The key that holds a teacher's fields, in place of ``actor_rollout_ref.rollout``."""
 SEEN_WORKING: Final = "0.9.1"
 """The version of verl that the tests run."""
 

@@ -42,7 +42,7 @@ class Pusher:
             engine,
             _strategy(engine),
             bucket_bytes=bucket_bytes,
-            cast=True,  # verl's rollout.dtype says what the engine has
+            cast=True,  # the engine's dtype is verl's rollout.dtype
             group_backend="nccl" if cuda else "gloo",
             master_address=ray.util.get_node_ip_address() if ray.is_initialized() else "127.0.0.1",
         )
@@ -90,7 +90,7 @@ async def push_and_gather(weights: Weights, pusher: Pusher | None, step: int | N
 
 
 def _read(weights: Weights, loop: asyncio.AbstractEventLoop) -> Pairs:
-    """Yield the tensors in whatever thread reads them, on this thread's GPU and without gradients, as verl does."""
+    """Yield the tensors in any reading thread, on the GPU of the calling thread and without gradients, as verl does."""
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
     return _reading(_from_loop(weights, loop) if isinstance(weights, AsyncIterator) else iter(weights), device)
 

@@ -28,7 +28,7 @@ class DrivetrainReplica(RolloutReplica):
         """Start the actor and its engine.
 
         Raises:
-            InvalidConfig: The configuration asks for what the drivetrain rollout cannot do.
+            InvalidConfig: The drivetrain rollout cannot do what a field of the configuration asks for.
             EngineStartError: The engine did not start.
         """
         self._refuse()

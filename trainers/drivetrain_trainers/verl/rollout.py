@@ -83,7 +83,7 @@ class DrivetrainRollout(BaseRollout):
 
         Args:
             weights: Named tensors; reading one gathers it from all ranks.
-            global_steps: The trainer's step; None: the version stays as it is.
+            global_steps: The trainer's step, for the version; None: the version stays.
             wire_format: ``named_tensors``; or ``pushed``, if the trainer has pushed the weights itself.
             peft_config: None; verl gives an adapter's configuration with the adapter's tensors.
             base_sync_done: Not used; it goes with adapters.

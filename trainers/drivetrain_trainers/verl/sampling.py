@@ -58,7 +58,7 @@ class Lengths:
 
         Args:
             prompt_tokens: Tokens of the prompt, which may hold earlier turns.
-            asked: The request's own limit; None: what is left of prompt and response together.
+            asked: The request's own limit; None: the rest of prompt and response together.
 
         Raises:
             InvalidRequest: The prompt fills the engine's context.

@@ -213,7 +213,7 @@ class DeviceCopies:
         copies: Copies that all pass :func:`fits`, on one device, with distinct names. No destination is another copy's
             source.
         look: Also look for numbers that are not finite.
-        found: Where the kernel adds its sums, ``[2, digests]`` of zeros; None: memory of its own.
+        found: Memory to which the kernel adds its sums, ``[2, digests]`` of zeros; None: memory of its own.
     """
 
     def __init__(self, copies: Iterable[DeviceCopy], *, look: bool = False, found: torch.Tensor | None = None) -> None:
@@ -319,7 +319,7 @@ class DeviceCopies:
 
 
 def compile_kernels(device: torch.device, nbytes: int, *, windows: bool) -> None:
-    """Compile and load what copies within a GPU will launch, and make the digest's weights; nothing is copied.
+    """Compile and load the kernels of copies within a GPU, and make the digest's weights; nothing is copied.
 
     Tensors whose addresses or sizes are odd multiples of 8 bytes need further variants, which compile at their first
     launch.
@@ -354,7 +354,7 @@ def page_locked(found: torch.Tensor) -> torch.Tensor:
 
 
 def captured(device: torch.device, enqueue: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """Capture into a CUDA graph what a function enqueues; nothing is run."""
+    """Capture the kernels that a function enqueues into a CUDA graph, without running them."""
     # torch.cuda.graph() would first collect garbage and free memory, which takes longer than many updates.
     graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream(device))

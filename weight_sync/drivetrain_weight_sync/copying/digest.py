@@ -10,7 +10,7 @@ Any single changed bit changes the digest. A permutation of elements, words or r
 about 2**-31. The second term is needed because the first cannot see two sign flips in upper halves of words: odd
 weights times 2**63 cancel.
 
-Integer arithmetic makes a CPU and a GPU agree on every bit, in whatever order they add.
+Integer arithmetic makes a CPU and a GPU agree on every bit, in any order of additions.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ class Fp8Copies:
     Args:
         pieces: Pieces that pass :func:`fits`, on one device, with distinct names. Pieces whose scale is the same number
             are quantised together.
-        found: Where the kernel adds the sums of digests, ``[2, digests]`` of zeros; None: memory of its own.
+        found: Memory to which the kernel adds the sums of digests, ``[2, digests]`` of zeros; None: memory of its own.
     """
 
     def __init__(self, pieces: Sequence[Fp8Piece], found: torch.Tensor | None = None) -> None:

@@ -85,7 +85,7 @@ class GivenAdapter:
     non_finite: Mapping[str, str]
     """Tensors with values that are not finite: ``"NaN"`` or ``"infinite"``, by name."""
     is_own: bool = False
-    """True if nobody else uses the tensors' memory, so that an engine need not copy them."""
+    """True if the tensors' memory has no other user, so that an engine need not copy them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -193,8 +193,8 @@ async def save_sharded(path: str, files: ModelFiles, write: Write, *, named: str
         named: The field that errors name.
 
     Raises:
-        InvalidRequest: the folder cannot be created there; nothing was done.
-        EngineInternalError: writing failed; nothing is left.
+        InvalidRequest: the folder cannot be created; nothing was written.
+        EngineInternalError: writing failed; the folder was removed again.
     """
     folder = await asyncio.to_thread(_new_folder, path, named)
     staged = folder.with_name(f".{folder.name}.saving-{uuid.uuid4().hex[:8]}")
@@ -223,7 +223,7 @@ async def save_remote(url: str, files: ModelFiles, write: Write) -> None:
 
     Raises:
         UnsupportedCapability: fsspec is missing.
-        InvalidRequest: the protocol is unknown, or the URL cannot be written to; nothing was done.
+        InvalidRequest: the protocol is unknown, or the URL cannot be written to; nothing was written.
         EngineInternalError: writing failed; uploaded files were removed again.
     """
     fs, path = await asyncio.to_thread(_filesystem, url)
@@ -239,7 +239,7 @@ async def save_remote(url: str, files: ModelFiles, write: Write) -> None:
             await _written(write, staged)
             await asyncio.to_thread(_upload, staged, fs, path, decided)
     except BaseException:
-        if not decided.acquire(blocking=False):  # all was uploaded as the caller gave up
+        if not decided.acquire(blocking=False):  # the upload was complete when the caller gave up
             await asyncio.to_thread(_remove, fs, path)
         await asyncio.to_thread(_discard, staged)
         raise

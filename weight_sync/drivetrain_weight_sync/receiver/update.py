@@ -72,7 +72,7 @@ class Update:
         """Launches that digest such tensors."""
 
     def get_ready(self) -> bool:
-        """Do part of what takes long and needs no pause; return True once nothing is left."""
+        """Do part of the slow preparations that need no pause; return True once they are complete."""
         # A target gets ready only for :meth:`WeightTarget.load` with a place.
         self._is_ready = self._is_ready or not self.reader.has_place or self._target.get_ready()
         return self._is_ready
@@ -153,8 +153,8 @@ class Update:
         whole = self._target.whole(name)
         part = self._target.part_of(name, whole)
         if part is not None:
-            # The whole cannot be verified here, but the part can: its base matches, and the patch arrived as it was
-            # sent.
+            # A split tensor cannot be verified as a whole. Its part can: the part's base has the right digest, and the
+            # patch arrived intact.
             if self._base[name].part != digest(part):
                 raise WeightTransferFailed(
                     f"{name} was changed after the last update, by something else; push all weights again"

@@ -29,10 +29,9 @@ class WeightTarget(Protocol):
         ...
 
     def get_ready(self) -> bool:
-        """Do part of what takes long and can be done while the engine serves; return True once nothing is left.
+        """Do part of the slow preparations while the engine serves; return True once they are complete.
 
-        Called until it returns True, before an update whose tensors lie at stable addresses begins; an update also
-        works without.
+        Optional. Called until it returns True before an update whose tensors lie at stable addresses.
         """
         ...
 
@@ -132,7 +131,7 @@ class ModuleTarget:
             self.destination(name)
 
     def get_ready(self) -> bool:
-        """Return True: nothing takes long."""
+        """Return True: this target needs no preparation."""
         return True
 
     def begin(self) -> None:
@@ -141,7 +140,7 @@ class ModuleTarget:
 
     @torch.no_grad()
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]], *, place: Hashable = None) -> None:
-        """Copy in place. Dtypes and shapes are those of the manifest."""
+        """Copy in place. Tensors have the manifest's dtypes and shapes."""
         for name, tensor in tensors:
             self.destination(name).copy_(tensor)
 
@@ -155,7 +154,7 @@ class ModuleTarget:
         return [self.read(name)]
 
     def digests_converted(self, tensors: Mapping[str, torch.Tensor], place: Hashable) -> Set[str]:
-        """Return an empty set: nothing is converted."""
+        """Return an empty set: this target converts no tensor."""
         return frozenset()
 
     def load_again(self, place: Hashable, among: Set[str]) -> Set[str]:

@@ -21,7 +21,7 @@ from drivetrain.backend.toolkit.capability_sets import (
     STOPS,
     STRUCTURED_OUTPUT,
 )
-from drivetrain.backend.toolkit.whole_calls import WholeCalls
+from drivetrain.backend.toolkit.serial_calls import SerialCalls
 from drivetrain.errors import EngineBusy
 from drivetrain.media.qwen_vision import vision_capabilities
 from drivetrain.types.capability import Capability
@@ -98,7 +98,7 @@ class WorkerBackend(WorkerRequests[S]):
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         self._adapter_numbers = itertools.count(1)
-        self._lora_calls = WholeCalls()
+        self._lora_calls = SerialCalls()
         """Loads and unloads adapters."""
 
     @classmethod

@@ -48,7 +48,7 @@ class Sample(InFlight, Protocol):
         ...
 
     def result(self, version: str) -> GenerateResult:
-        """Return the complete sample; ``version`` is that of the weights that are served now."""
+        """Return the complete sample; ``version`` is the version that is served now."""
         ...
 
 
@@ -75,7 +75,7 @@ class WorkerRequests(Backend, Generic[S]):
         self._admits.set()
         self._cache_epoch = 0
 
-    # What differs between engines --------------------------------------------------------------------------------
+    # For each engine ---------------------------------------------------------------------------------------------
 
     @abstractmethod
     def collect(self, request: GenerateRequest) -> S:
@@ -173,8 +173,8 @@ class WorkerRequests(Backend, Generic[S]):
     async def admitted(self, request: GenerateRequest, sample: InFlight) -> AsyncIterator[str]:
         """Count a request as in flight, before any of it is sent to the engine; yield its id for the engine.
 
-        If the engine labels no tokens, this waits while weights are being replaced: for a request that arrives during
-        the change, nobody could tell which weights made its tokens.
+        If the engine labels no tokens, this waits while weights are being replaced: the tokens of a request that
+        arrived meanwhile could come from either version.
         """
         name = self._names[request.request_id] = self.new_id()
         try:

@@ -18,7 +18,7 @@ Wanted = Mapping[int, Sequence[tuple[int, torch.Tensor]]]
 
 
 class Carrier(ABC):
-    """How shards travel."""
+    """A way to move shards between ranks."""
 
     @abstractmethod
     def fetch(self, wanted: Wanted, links: Mapping[int, Link]) -> None:
@@ -119,7 +119,7 @@ def _ask(wanted: Wanted, links: Mapping[int, Link], read: Callable[[Link, Sequen
             except DrivetrainError as error:
                 errors[rank] = error
     for rank in errors:
-        links[rank].close()  # it may stand in the middle of a shard
+        links[rank].close()  # the connection may be in the middle of a shard
     for failed in errors.values():
         raise failed
 

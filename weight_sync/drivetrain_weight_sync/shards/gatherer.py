@@ -372,7 +372,7 @@ class Gatherer:
         return dict(self._rename({name: whole[first] for first in whole for name in self._inventory.names[first]}))
 
     def _tell(self, message: Message) -> None:
-        """Tell every other rank; those that are gone need not know."""
+        """Send a message to every other rank; drop ranks that are gone."""
         for rank, link in list(self._links.items()):
             try:
                 link.say(message)

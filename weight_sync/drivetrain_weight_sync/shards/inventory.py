@@ -1,4 +1,4 @@
-"""Who holds which part of each tensor, and the buckets in which they are gathered."""
+"""The ranks' shards of each tensor, and the buckets in which they are gathered."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ class Link:
         Raises:
             DrivetrainError: the other rank reports that the push failed: its error.
             TrainerRankLost: the connection ended.
-            DeadlineExceeded: nothing came.
+            DeadlineExceeded: no message came.
         """
         with self._failing():
             (length,) = _LENGTH.unpack(self._read(bytearray(_LENGTH.size)))

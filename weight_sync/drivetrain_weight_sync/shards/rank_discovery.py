@@ -35,7 +35,7 @@ class Place(msgspec.Struct, frozen=True):
 
 
 class Ranks:
-    """The ranks of a trainer that push together, one of which has the engine.
+    """The ranks of a trainer that push together; one of them has the engine.
 
     Args:
         group: A process group of ``torch.distributed``; None: the default group.
@@ -60,7 +60,7 @@ class Ranks:
         self._base = _dist.distributed_c10d._get_default_store()
         self.store = _dist.PrefixStore(f"{name}/{next(_numbers[name])}", self._base)
         self.timeout: float = self._base.timeout.total_seconds()
-        """How long the trainer's ranks wait for each other, in seconds: ``init_process_group``'s timeout."""
+        """Timeout in seconds of the ranks' waits for each other: ``init_process_group``'s."""
         self._counted = False
 
     def own_address(self) -> str:
@@ -156,7 +156,7 @@ class Ranks:
     def _reaching(self) -> Iterator[None]:
         try:
             yield
-        except RuntimeError as error:  # what stores raise
+        except RuntimeError as error:  # the errors of stores
             raise TrainerRankLost(f"the store of the trainer's process group is gone: {error}") from error
 
 

@@ -75,7 +75,7 @@ class Conversion:
 
     @torch.no_grad()
     def launch(self) -> Launched:
-        """Fill and convert all layers; return the digests of what was copied.
+        """Fill and convert all layers; return the digests of the copied tensors.
 
         From the second launch on a CUDA graph is replayed, unless the engine's code waits for the GPU.
         """

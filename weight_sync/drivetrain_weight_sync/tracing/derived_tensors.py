@@ -77,7 +77,7 @@ class Derived:
     """Repeats an engine's derived computations after each update; created while the loaded weights are unchanged.
 
     Args:
-        steps: Every step is run once here; those that do not read weights are dropped.
+        steps: Every step is run once here; steps that do not read weights are dropped.
         weights: Storages that updates fill.
         cache: Storages of the KV cache. No step may write to them, and they are too large to copy.
 

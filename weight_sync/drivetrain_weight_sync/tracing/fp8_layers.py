@@ -54,7 +54,7 @@ MakesCopies = Callable[[str, torch.Tensor, Sequence[Copy]], list[DeviceCopy]]
 
 @dataclass(frozen=True, slots=True)
 class Fp8Weight:
-    """How an engine quantises one parameter."""
+    """The quantisation of one parameter, found by trials."""
 
     parameter: str
     scales: str
@@ -67,7 +67,7 @@ class Fp8Weight:
 
 @dataclass(frozen=True, slots=True)
 class Fp8Layer:
-    """How an engine makes a layer of what its loader filled: parameters are quantised, or taken as they are."""
+    """An engine's conversion of a loaded layer: which parameters it quantises, and which it keeps as they are."""
 
     weights: Mapping[str, Fp8Weight]
     plain: frozenset[str]
@@ -82,7 +82,7 @@ class Fp8Layer:
         """Return pieces and copies that fill the layer from pushed tensors and digest these; None if no kernel can.
 
         Args:
-            parts: Knows to which parameter a copy belongs.
+            parts: Tells to which parameter a copy belongs.
             tensors: For each pushed tensor's name: the tensor, and its copies into the recorded form.
             into: The layer's own parameters.
             make_copies: Makes the copies of parameters that are not quantised.
@@ -178,7 +178,7 @@ def matrix_of(own: torch.Tensor, shape: tuple[int, int, int]) -> torch.Tensor | 
 
 
 def scales_of(own: torch.Tensor, weight: Fp8Weight) -> torch.Tensor | None:
-    """Return the scales as ``[matrices, groups along rows, groups along columns]``; None if they lie otherwise."""
+    """Return the scales as ``[matrices, groups along rows, groups along columns]``; None if their layout is another."""
     shape = _groups(weight.group, weight.shape)
     data = own.data
     if data.numel() != math.prod(shape):

@@ -101,7 +101,7 @@ class QuantisedParts:
     """The layers of a model that the engine converted.
 
     Args:
-        forms: Layers as they were before; those that are still of this form are left out.
+        forms: Layers as they were before the conversion; unchanged ones are left out.
         convert: Converts a layer whose parameters are of the recorded form, as the engine does after loading.
         load_weights: The loader of the engine's model.
     """

@@ -317,7 +317,7 @@ class TracedTarget:
         return Fp8Layers(self._converter, self._filled_parts, _at_once)
 
     def get_ready(self) -> bool:
-        """Compile kernels, and find out how the engine quantises layers, for a while at a time."""
+        """Compile kernels and look for the engine's quantisation of layers, a twentieth of a second per call."""
         if not self._is_compiled:
             self._is_compiled = True
             if self._at_once and is_available():
@@ -332,11 +332,11 @@ class TracedTarget:
         known = len(self._fp8_layers.known)
         is_ready = self._fp8_layers.find(_STEP_S)
         if len(self._fp8_layers.known) > known:
-            self._addresses = ()  # what was made for the others is made again
+            self._addresses = ()  # conversions of all layers are rebuilt, with the new ones
         return is_ready
 
     def load_again(self, place: Hashable, among: Set[str]) -> Set[str]:
-        """Replay the copies of an earlier load with this key, and convert what is made from them."""
+        """Replay the copies and conversions of an earlier load with this key; return the names of their tensors."""
         batch, conversion = self._batches.get(place), self._conversions.get(place)
         names: Set[str] = frozenset() if batch is None else batch.names
         if conversion is not None:

@@ -147,7 +147,7 @@ class TensorWay(AdapterWay):
 
 
 class FolderWay(AdapterWay):
-    """Writes a peft folder. That of the last push is kept until the next, for engines that read an adapter again.
+    """Writes a peft folder. The last push's folder is kept until the next, for engines that read an adapter again.
 
     Args:
         adapter: As for :class:`AdapterWay`.

@@ -1,4 +1,4 @@
-"""Translate a transformers model's in-memory tensor names to those of the engine's checkpoint."""
+"""Translate a transformers model's in-memory tensor names to the names in the engine's checkpoint."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class MergedAdapters:
         return made
 
     def resolved(self, tensor: torch.Tensor) -> torch.Tensor | DerivedTensor:
-        """Return how to compute the tensor that a stand-in stands for; return any other tensor as it is."""
+        """Replace a stand-in by a description of how to compute its tensor; return any other tensor as it is."""
         if not tensor.is_meta or (found := self._stand_ins.get(storage_of(tensor))) is None:
             return tensor
         whole, name, layer, path = found

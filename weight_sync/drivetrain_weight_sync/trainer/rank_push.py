@@ -1,4 +1,4 @@
-"""Take part in the push of the rank that has the engine."""
+"""Pushes from a rank that has no engine: it sends its shards to the rank that has one."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class RankPush:
         return msgspec.convert(await in_thread(contributor.finish, contributor.close), WeightSyncResult)
 
     async def let_go(self) -> None:
-        """Do nothing: how the push ends on the rank that pushes is heard at the next one."""
+        """Do nothing: this rank learns at the next push how this one ended."""
 
     async def close(self) -> None:
-        """Leave the rank that pushes."""
+        """Close the connection to the rank that pushes."""
         self._contributor.close()

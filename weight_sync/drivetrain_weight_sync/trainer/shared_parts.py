@@ -25,7 +25,7 @@ _READ_IN_PLACE: Final = frozenset({Strategy.CUDA_IPC, Strategy.SHARED_MEMORY})
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Which rank holds which part of which tensor."""
+    """The parts of the plan's tensors by rank."""
 
     plan: WeightPlan
     outline: Mapping[str, torch.Tensor]
@@ -55,7 +55,7 @@ class SharedParts:
 
     Args:
         gatherer: Reaches the ranks.
-        strategy: How the engine reads memory: only ``cuda_ipc`` and ``shared_memory`` do.
+        strategy: The push's strategy; only ``cuda_ipc`` and ``shared_memory`` let the engine read memory.
     """
 
     def __init__(self, gatherer: Gatherer, strategy: Strategy) -> None:
@@ -81,7 +81,7 @@ class SharedParts:
 
         Args:
             source: The gathered source, of which only the outline is read.
-            manifest: The engine's.
+            manifest: The engine's manifest.
             plan: The plan.
             staged: Progress and result.
             engines: UUIDs of the engine's GPUs.

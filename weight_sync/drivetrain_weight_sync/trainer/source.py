@@ -81,7 +81,7 @@ class Source:
         Weights that adapters of peft change are computed when they are needed. With the engine's ``manifest``, a
         transformers model's in-memory names become checkpoint names where the mapping is certain.
         """
-        # At every push, thousands of names: those of the last push that needed no translation are not looked up again.
+        # Looking up thousands of names takes time. If the last push needed no translation, equal names need none.
         if isinstance(self._given, Mapping) and (list(self._given), manifest) == self._unchanged:
             return list(self._given.items())
         merging = MergedAdapters()

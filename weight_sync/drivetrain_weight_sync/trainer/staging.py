@@ -175,7 +175,7 @@ class _Checks:
         return wanted is not None and (spec.dtype, spec.shape) == (wanted.dtype, wanted.shape)
 
     def sent(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor in the dtype in which it is sent."""
+        """Return the tensor in the dtype of the push."""
         return tensor.to(dtype_of(self._specs[name]))
 
     def digest_of(self, name: str, tensor: torch.Tensor) -> bool:
@@ -188,7 +188,7 @@ class _Checks:
         return first
 
     def require_fit(self, *tensors: Mapping[str, torch.Tensor]) -> None:
-        """Raise if a tensor is missing, extra or mismatched, whatever its values."""
+        """Raise if a tensor is missing, extra or mismatched; do not look at values."""
         for some in tensors:
             for name, tensor in some.items():
                 self.see(name, tensor)

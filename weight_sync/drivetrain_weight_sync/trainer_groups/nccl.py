@@ -42,7 +42,7 @@ class NcclGroup:
             raise InvalidRequest("NCCL needs a GPU, and the server sees none", field="init_info")
         self.device = torch.device("cuda", join.gpu)
         torch.cuda.set_device(self.device)
-        self._nccl: Any = ctypes.CDLL("libnccl.so.2")  # torch has loaded it
+        self._nccl: Any = ctypes.CDLL("libnccl.so.2")  # the library that torch has loaded
         self._nccl.ncclGetErrorString.restype = ctypes.c_char_p
         identity = _UniqueId.from_buffer_copy(join.unique_id or id_from_store(join))
         self._communicator = ctypes.c_void_p()
@@ -75,7 +75,7 @@ def id_from_store(join: JoinNccl) -> bytes:
 
 
 def id_from_pickle(data: bytes) -> bytes:
-    """Return the bytes of a pickled ``ncclUniqueId``. Nothing is unpickled: the data comes from a socket.
+    """Return the bytes of a pickled ``ncclUniqueId``, without unpickling data from a socket.
 
     Raises:
         InvalidRequest: The data is something else.

@@ -105,7 +105,7 @@ class OpenUpdate:
         self._arrived.update(names)
 
     def refuse(self, bucket: WeightBucket, reason: str) -> None:
-        """Note that a bucket was refused, so that the update can no longer be committed."""
+        """Record that a bucket was refused: the update can no longer be committed."""
         self._note(bucket)
         self.failed = True
         self._refusal = self._refusal or reason

@@ -77,7 +77,7 @@ class TrainerGroup:
         await self._ask(Receive(tuple(pieces), path, nbytes), what)
 
     async def end(self) -> None:
-        """Kill the process; whatever it takes part in fails at the trainer too. Idempotent."""
+        """Kill the process; its broadcasts under way then fail at the trainer too. Idempotent."""
         self._ended = True
         process = self._process
         if process is None:

@@ -1,4 +1,4 @@
-"""The groups in which trainers broadcast weights to this server, and the update that their buckets make."""
+"""Groups in which trainers broadcast weights to this server, and the update made from their buckets."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ class WeightGroups:
 
         Raises:
             InvalidRequest: There is no such group, or the tensors cannot be taken.
-            WeightPlanMismatch: The tensors are not those of the engine.
+            WeightPlanMismatch: The tensors differ from the engine's.
             DeadlineExceeded, WeightSyncError: The group is lost, and the update is dropped. The engine is as before.
             DrivetrainError: as ``WeightSync.push``, if the bucket completes the update.
         """
@@ -215,7 +215,7 @@ class WeightGroups:
                     raise InvalidRequest("the update was dropped while this bucket came; send every tensor again")
                 await self._take(bucket, tensors, update, names, refusal)
         except BaseException:
-            if not received:  # the trainer must not wait in a broadcast that nobody receives
+            if not received:  # the trainer would wait for a receiver that has given up
                 await self._lose(group)
             raise
 

@@ -34,7 +34,7 @@ _BUFFERS: Final = 2
 _BYTES_PER_CALL: Final[Mapping[GroupBackend, int]] = {"gloo": 1 << 30, "nccl": 16 << 30}
 """Most bytes that the engine receives in one call. Each call has a deadline; a pause between two calls costs time."""
 _GRACE_S: Final = 5.0
-"""How long a broken broadcast waits for the engine's answer, such as its death or a fleet's lost engine."""
+"""Seconds that a broken broadcast waits for the engine's own error, which names the cause."""
 _logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
@@ -61,7 +61,7 @@ class BroadcastSender(Sender):
     """Rank 0. Packs a bucket while the previous one is broadcast; a push holds two buckets in memory.
 
     Args:
-        device: Where buckets are packed; a GPU for NCCL.
+        device: The device on which buckets are packed; a GPU for NCCL.
         backend: The library that sends.
         address: Address at which the engine's ranks reach this host.
     """

@@ -66,7 +66,7 @@ class DeltaSender(Sender):
     """Compares each tensor bit by bit with the engine's, and writes the difference.
 
     Args:
-        directory: where the folder of each push is made, readable by the engine; None: the temporary folder.
+        directory: the parent of each push's folder, readable by the engine; None: the temporary folder.
     """
 
     def __init__(self, directory: Path | None = None) -> None:
@@ -152,7 +152,7 @@ class DeltaSender(Sender):
             folder.remove()
 
     def close(self) -> None:
-        """Forget what the engine holds."""
+        """Forget the tensors that the engine holds."""
         self.release()
         self._held, self._known = {}, None
 

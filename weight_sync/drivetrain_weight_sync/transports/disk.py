@@ -44,7 +44,7 @@ class DiskSender(Sender):
         self._waiting = [{} for _ in plan.buckets]
 
     def put(self, name: str, tensor: torch.Tensor, *, held: bool) -> None:
-        """Write the tensor's bucket once all of its tensors were put."""
+        """Keep the tensor; write its bucket once it is complete."""
         assert self._folder is not None
         index = self._bucket_of[name]
         placed = self._plan.buckets[index].tensors

@@ -19,7 +19,7 @@ class Transport(ABC):
 
     The trainer's process creates an instance and asks it for the sender. Each worker of the engine finds the class by
     its name and asks it for a reader, so the plugin must be installed on both sides. The sender's ``source()`` is a
-    ``PluginSource`` of that name. Whatever the transport, tensors are verified against the sender's digests before the
+    ``PluginSource`` of that name. With every transport, tensors are verified against the sender's digests before the
     update is committed.
 
     Args:

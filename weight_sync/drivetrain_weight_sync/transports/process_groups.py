@@ -33,9 +33,9 @@ _construction: Final = threading.Lock()
 _endings: Final[weakref.WeakSet[threading.Thread]] = weakref.WeakSet()
 """Threads that end groups after they were left."""
 _MOMENT_S: Final = 0.2
-"""How long leaving a group waits for it to end; with nothing under way it takes less."""
+"""Seconds that leaving a group waits for its end, at most."""
 _LAST_S: Final = 5.0
-"""How long the end of the process waits for each such thread."""
+"""Seconds that the end of the process waits for each such thread, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +212,7 @@ class Group:
         group, self._group = self._group, None
         if group is None:
             return
-        # An operation that nobody joined holds the group until its own timeout, so a thread waits for that.
+        # An operation that no other rank joined holds the group until its own timeout, so a thread waits for that.
         held = [self.kept, group, self.spec.backend]
         del group  # otherwise this may be the last reference
         ending = threading.Thread(target=_end, args=[held], name="drivetrain-leaves-group", daemon=True)

@@ -20,10 +20,10 @@ class PushFolder:
     """A new folder. Folders left beside it by killed processes are removed when the next one is made on their host.
 
     Args:
-        directory: where it is made, readable by the engine's process; None: the temporary folder.
+        directory: its parent, readable by the engine's process; None: the temporary folder.
 
     Raises:
-        WeightSyncError: it cannot be made there; nothing is left.
+        WeightSyncError: it cannot be created; no part of it is left.
     """
 
     def __init__(self, directory: Path | None) -> None:
@@ -34,7 +34,7 @@ class PushFolder:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Raise errors of writing to the folder as WeightSyncError; nothing was sent to the engine yet."""
+        """Raise errors of writing to the folder as WeightSyncError. They come before the engine gets any tensor."""
         with _failing(self.path.parent):
             yield
 

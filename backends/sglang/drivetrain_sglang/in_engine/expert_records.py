@@ -41,7 +41,7 @@ def layers_with_experts(model: torch.nn.Module) -> list[int]:
     """Return the numbers of the layers whose experts SGLang records, once a request was run.
 
     Raises:
-        EngineStartError: SGLang does not record those of a layer with experts, or no layer has experts.
+        EngineStartError: SGLang does not record the experts of every layer that has them, or no layer has experts.
     """
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 
@@ -62,7 +62,7 @@ def layers_with_experts(model: torch.nn.Module) -> list[int]:
 
 
 def collect(req: Req, table: torch.Tensor | None) -> None:
-    """Give a request its rows: those kept at its retraction, then those of its slots.
+    """Give a request its rows: rows kept at its retraction, then rows of its slots.
 
     Args:
         req: A request that ends.

@@ -79,7 +79,7 @@ def _prompt_of(req: Req) -> ScoredPrompt:
     return prompt
 
 
-# Where the logits are -----------------------------------------------------------------------------------------------
+# Places of the logits -----------------------------------------------------------------------------------------------
 
 
 def _find(original: Callable[..., Any], kind: type[Any], forward_batch: Any, *more: Any, **newer: Any) -> Any:
@@ -131,7 +131,7 @@ def _score(original: Callable[..., Any], processor: Any, *positional: Any, **nam
 
 
 def _attach(_: None, result: Any, logits_output: Any) -> None:
-    """Put the parts where SGLang keeps what a model adds to a step's results."""
+    """Attach the parts to the attribute in which SGLang keeps a model's additions to a step's results."""
     scored: list[_Scored] | None = getattr(result, _SCORED, None)
     if scored:
         logits_output.customized_info = {**(logits_output.customized_info or {}), SCORES: scored}

@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false
-"""Numbers that SGLang keeps of a request's cache."""
+"""SGLang's numbers about a request's cache."""
 
 from __future__ import annotations
 

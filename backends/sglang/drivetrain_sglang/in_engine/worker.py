@@ -359,7 +359,7 @@ class Worker(RankWeights):
                     tensor.index_fill_(0, slots, 0)
 
     def _kv_of_tokens(self) -> list[torch.Tensor]:
-        """Return keys and values, most of them with one row per token, without the scales beside them."""
+        """Return the tensors of keys and values, without their scales; most have one row per token."""
         allocator = self._scheduler.token_to_kv_pool_allocator
         return [tensor for tensor in kv_tensors(allocator.get_kvcache()) if tensor.numel() > allocator.size]
 

@@ -126,7 +126,7 @@ class LoadsAgain:
     def write(self, slot: int, model: Any, layers: Mapping[str, Any]) -> None:
         """Write an adapter into a slot: copy all at once if the slot held this form before, else as vLLM does."""
         form = self._form_of.get(model)
-        before, self._in_slot[slot] = self._in_slot.get(slot), None  # until all is written
+        before, self._in_slot[slot] = self._in_slot.get(slot), None  # unknown until the write is complete
         if form is not None and before is form and slot in form.copies:
             self._copy(form.copies[slot], form.sources[slot], _tensors(_weights(model)))
         else:
@@ -171,7 +171,7 @@ class LoadsAgain:
 
     @staticmethod
     def _trace(form: _Form, slot: int, model: Any, layers: Mapping[str, Any]) -> bool:
-        """Note the copies by which vLLM filled a slot; return False if they do not explain what it holds."""
+        """Record the copies by which vLLM filled a slot; return False if they do not explain its values."""
         weights = list(_weights(model))
         tensors = _tensors(weights)
 

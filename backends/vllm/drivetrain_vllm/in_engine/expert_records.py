@@ -104,7 +104,7 @@ def _recording(original: Callable[..., Any]) -> Callable[..., Any]:
         is_drawn = ~runner.discard_request_mask.np[:count]
         pending = connector.prepare_output(step)
         output = original(runner, grammar_output)
-        if pending is None:  # a rank whose output nobody reads
+        if pending is None:  # a rank whose output is not read
             return output
         pending.enqueue_cpu_copy(is_drawn.astype(np.int32), np.zeros(count, dtype=np.int32))
 

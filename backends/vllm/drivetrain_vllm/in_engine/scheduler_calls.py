@@ -80,7 +80,7 @@ class Core:
         self._mark_waiting()
 
     def arrived(self, request: Any) -> None:
-        """Take note of a request, which a reset may have overtaken."""
+        """Record the arrival of a request, which a reset may have overtaken."""
         self.arrivals.note(_given(request.request_id))
         if not self.cache_epochs.is_current(request.cache_salt):
             self._mark_again(request)

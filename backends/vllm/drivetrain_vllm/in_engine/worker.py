@@ -106,7 +106,7 @@ class Worker(RankWeights):
         """Return the indices of the layers whose experts vLLM records for each token.
 
         Raises:
-            EngineStartError: vLLM cannot record those of a layer with experts, or no layer has experts.
+            EngineStartError: vLLM cannot record the experts of every layer that has them, or no layer has experts.
         """
         layers: set[int] = set()
         for name, module in self.model.named_modules():

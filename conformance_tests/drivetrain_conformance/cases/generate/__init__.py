@@ -1,1 +1,1 @@
-"""Generation basics, which every engine supports whatever it claims."""
+"""Generation basics, which every engine supports without a claim."""

@@ -1,4 +1,4 @@
-"""Recurrent models: whatever a batch, a cache or a control call does to a state, it stays right.
+"""Recurrent models: their states stay right through batches, caches and control calls.
 
 A state is one tensor for all tokens of a row. It is silently wrong if it is lost or mixed up where rows join, leave or
 move, where buffers grow, where a prefix is taken from a cache, and where padding is computed.

@@ -1,4 +1,4 @@
-"""Checks of the weight-sync cases: what is served, the state after an update, and each token's version."""
+"""Checks of the weight-sync cases: the served weights, the state after an update, and each token's version."""
 
 from __future__ import annotations
 

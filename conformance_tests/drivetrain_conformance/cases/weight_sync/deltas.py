@@ -1,4 +1,4 @@
-"""Pushes of what changed only."""
+"""Pushes of changed elements only."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ async def tensors_read_back_are_those_that_were_pushed(bench: Bench) -> None:
         with raises(InvalidRequest, "a tensor that the model has not") as refusal:
             await engine.get_weights_by_name("model.ghost.weight")
         assert "model.ghost.weight" in str(refusal.error)
-        for name in pushed:  # a read after the push must not return what was read before it
+        for name in pushed:  # a read after the push must not return the values from before it
             await engine.get_weights_by_name(name)
         await sync.push(version=NEW)
         await _check_all_read_back(engine, pushed)

@@ -31,7 +31,7 @@ async def a_push_is_staged_while_the_engine_serves(bench: Bench) -> None:
             await handle.wait()
         assert handle.progress == 1
         for tensor in source.values():
-            tensor.zero_()  # finish() must apply what was staged, not the source's later values
+            tensor.zero_()  # finish() must apply the staged values, not the source's later ones
         await check_serves(bench, bench.model, version)
         await handle.finish()
         await check_serves(bench, other, NEW)
@@ -50,7 +50,7 @@ async def weights_are_staged_while_generation_goes_on(bench: Bench) -> None:
     async with within():
         await handle.wait()
     assert handle.staged
-    shutil.rmtree(staged)  # finish() must apply what was staged, without the source
+    shutil.rmtree(staged)  # finish() must apply the staged values, without the source
     await check_serves(bench, bench.model, version)
     await handle.finish()
     await check_serves(bench, other, NEW)

@@ -58,7 +58,7 @@ FAULTS: Final = (
     Fault("a missing tensor", lambda tensors, name: tensors.pop(name), WeightPlanMismatch, "missing"),
     Fault("an extra tensor", lambda tensors, _: tensors.update({GHOST: torch.ones(2, 3)}), WeightPlanMismatch, "extra"),
     Fault("a tensor of another shape", _replace(lambda it: it[:-1].clone()), WeightPlanMismatch, "mismatched"),
-    # Double is rounded to whatever dtype the engine holds.
+    # Double is rounded to the engine's own dtype.
     Fault("a tensor of another dtype", _replace(torch.Tensor.double), WeightPlanMismatch, "mismatched", "would round"),
     Fault("a tensor with a NaN", _replace(_ending_in(float("nan"))), InvalidWeights, "tensors"),
     Fault("a tensor with an infinity", _replace(_ending_in(float("-inf"))), InvalidWeights, "tensors"),

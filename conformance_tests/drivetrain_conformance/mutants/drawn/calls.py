@@ -44,7 +44,7 @@ _NEED_REQUESTS: Final = frozenset({"abort", "freeze", "unfreeze"})
 
 
 def of_a_call(rng: random.Random) -> tuple[str, Effect]:
-    """Draw a call that misses, or acts otherwise than asked."""
+    """Draw a call that does nothing, or something else than asked."""
     method = rng.choice(_CONTROL)
 
     async def misses(backend: Any, proceed: Callable[..., Awaitable[Any]], arguments: tuple[Any, ...]) -> None:
@@ -90,7 +90,7 @@ _LEAKY: Final = (
 
 
 def of_a_leak(rng: random.Random) -> tuple[str, Effect]:
-    """Draw what each call leaves behind."""
+    """Draw a resource that each call leaks."""
     method, kind = rng.choice(_LEAKY), rng.choice(("memory", "memory", "a thread", "a descriptor", "a task", "a timer"))
     size = log_count(rng, 16_384, 1 << 20)
     kept: list[object] = []

@@ -1,7 +1,6 @@
 """Draw wrong backends from a seed.
 
-The other modules of mutants are written by those who write the suite, and so know what the suite looks at. Mutants that
-are drawn do not.
+The authors of the suite also wrote the other modules of mutants, and know what the suite checks. Drawn mutants do not.
 """
 
 from __future__ import annotations
@@ -97,8 +96,8 @@ def _requests(rng: random.Random) -> tuple[str, Holds]:
     return rng.choice(ways) if rng.random() < 0.75 else _calls(rng)
 
 
-_PAGE: Final = "kept by the engine page"
-"""A backend's remark on a field of the configuration that the engine page honours for it."""
+_KEPT: Final = "kept by InferenceEngine"
+"""A backend's remark on a field of the configuration that ``InferenceEngine`` honours for it."""
 _COLD: Final = "at temperature 0"
 _SCORES: Final = "with scoring"
 _WITNESSES: Final = {
@@ -141,13 +140,13 @@ def _can_show(effect: Effect, when: str, claimed: Collection[Capability], kept: 
 def draw(
     seed: int, count: int, claimed: Collection[Capability] = tuple(Capability), kept: Collection[str] = ()
 ) -> list[Drawn]:
-    """Draw distinct wrong backends, each of which could be seen.
+    """Draw distinct wrong backends with faults that a user could see.
 
     Args:
         seed: The seed.
         count: The number of wrong backends.
         claimed: Capabilities that the backend claims.
-        kept: Fields of the configuration that the engine page keeps, so that a backend which loses them loses nothing.
+        kept: Fields of the configuration that ``InferenceEngine`` honours, so that a backend may lose them.
     """
     rng, found = random.Random(f"wrong backends {seed}"), dict[str, Drawn]()
     weighted = [make for weight, make in _EFFECTS for _ in range(weight)]
@@ -183,5 +182,5 @@ class Drawing:
     def mutants(self) -> list[Drawn]:
         """Draw the mutants."""
         names = load_backend(self.backend).config_names
-        kept = [field for field, honoured_by in names.items() if honoured_by == _PAGE]
+        kept = [field for field, honoured_by in names.items() if honoured_by == _KEPT]
         return draw(self.seed, self.count, self.claimed, kept)

@@ -44,7 +44,7 @@ def hosts_of(drawing: Drawing, *, mutant: str = "", seen: str = "") -> Iterator[
 
 
 def main() -> int:
-    """Be a host process of what :func:`hosts_of` said."""
+    """Run a host process with the backend that :func:`hosts_of` describes in the arguments."""
     said, *arguments = sys.argv[1:]
     told = json.loads(said)
     fields = told["drawing"]

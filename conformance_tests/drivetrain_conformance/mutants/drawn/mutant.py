@@ -16,7 +16,7 @@ from drivetrain.types.sampling_mask import SamplingMask
 
 @dataclass(slots=True)
 class Scene:
-    """A call of a backend, and what came before it."""
+    """A call of a backend, and the calls before it."""
 
     method: str
     number: int
@@ -50,7 +50,7 @@ class OnRequest:
     frozen: PauseMode | None = None
 
     def spoils(self, request: GenerateRequest, scene: Scene) -> bool:
-        """Return whether a user could see what it does to a request."""
+        """Return whether a user could see its change of a request."""
         return self.shows(request) and self.change(request, scene) != request
 
 
@@ -63,7 +63,7 @@ class OnResult:
     start: int = 0
 
     def spoiled(self, part: Any, first: int = 0, before: Any = None) -> Any:
-        """Return a result or a delta with the items changed, of which ``first`` came before it."""
+        """Return a result or a delta with its items changed; earlier deltas had ``first`` items."""
         items = getattr(part, self.field, None)
         if items is None or not len(items):
             return part
@@ -83,7 +83,7 @@ class OnAnswer:
 
 @dataclass(frozen=True, slots=True)
 class OnCall:
-    """Surrounds a call: gets the backend, what makes the call, and its arguments."""
+    """Surrounds a call: gets the backend, a function that makes the call, and its arguments."""
 
     methods: tuple[str, ...]
     act: Callable[[Any, Callable[..., Awaitable[Any]], tuple[Any, ...]], Awaitable[Any]]

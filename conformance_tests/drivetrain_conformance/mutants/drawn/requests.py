@@ -146,7 +146,7 @@ def of_a_count(rng: random.Random) -> tuple[str, Effect]:
 
 
 def of_a_list(rng: random.Random) -> tuple[str, Effect]:
-    """Draw what a field with several items loses."""
+    """Draw a loss of items from a field that has several."""
     field = rng.choice(("stop_token_ids", "logit_bias", "logit_processors", "prompt_token_ids"))
     most = {"stop_token_ids": 64, "logit_bias": 256, "logit_processors": 2, "prompt_token_ids": CONTEXT}[field]
     limit, id_limit = log_count(rng, 1, most), log_count(rng, 8, _VOCABULARY)

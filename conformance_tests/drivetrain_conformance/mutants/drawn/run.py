@@ -55,7 +55,7 @@ class DrawnResult:
 def run_drawn_mutants(backend: str, cases: Sequence[Case], *, count: int, seed: int, jobs: int = 1) -> bool:
     """Draw mutants, run the suite on each, in ``jobs`` processes, and show which are caught.
 
-    A mutant that no case reaches is a hole of the suite as well: nobody would notice it.
+    A mutant that no case reaches is a hole of the suite as well.
 
     Returns:
         True if all were caught.

@@ -57,7 +57,7 @@ class Probe:
         self._calls.clear()
 
     def note(self, shows: Callable[[Drawn], bool]) -> None:
-        """Note the mutants that show."""
+        """Record the mutants whose faults this call shows."""
         for one in [one for one in self.unseen if shows(one)]:
             self._calls[one.name] += 1
             if self._calls[one.name] >= (one.effect.least if isinstance(one.effect, OnCall) else 1):
@@ -262,7 +262,7 @@ class Watched(CorrectBackend):
         self._note(shows)
 
     def _frozen(self, mode: PauseMode) -> None:
-        """Note the mutants that requests in flight show once they were frozen."""
+        """Record the mutants whose faults requests in flight show after a freeze."""
         frozen = [scene for scene in self._flying.values() if scene.method == "generate"]
 
         def shows(one: Drawn) -> bool:
@@ -319,7 +319,7 @@ def first_of(request: GenerateRequest, tokens: int) -> GenerateRequest:
 
 
 def rest_of(request: GenerateRequest, made: GenerateResult, tokens: int | None = None) -> GenerateRequest:
-    """Return the request for what is left after some tokens, which count as generated."""
+    """Return the request for the tokens after some that count as generated."""
     ids = made.token_ids[:tokens]
     return replace(
         request,
@@ -361,7 +361,7 @@ def wrong_backend(correct: type[Backend], drawn: Drawn) -> type[Backend]:
     """Return a backend that goes wrong as drawn."""
     effect = drawn.effect
     if isinstance(effect, OnRequest) and effect.frozen is not None:
-        # Its requests end when they are frozen, and are made again, changed, for what is left of them.
+        # Requests end when they are frozen. Changed requests for their remaining tokens are submitted later.
         scene = Scene("frozen", 1, [], frozenset())
         return resubmitting(
             effect.frozen,

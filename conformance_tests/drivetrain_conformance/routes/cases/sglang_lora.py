@@ -1,4 +1,4 @@
-"""SGLang's routes of LoRA adapters. Each case unloads what it loaded."""
+"""SGLang's routes of LoRA adapters. Each case unloads its adapters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM's routes of LoRA adapters. Each case unloads what it loaded."""
+"""vLLM's routes of LoRA adapters. Each case unloads its adapters."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ _APPLIED: Final = ("Transformer", "Normalize")
 
 
 class PoolingMode(Enum):
-    """The way in which the states of a sequence's tokens become one vector; values are sentence-transformers' names."""
+    """How the states of a sequence's tokens become one vector. Values are sentence-transformers' names."""
 
     LAST = "lasttoken"
     FIRST = "cls_token"

@@ -34,7 +34,7 @@ def cached_file(config: EngineConfig, name: str) -> Path | None:
     try:
         found = try_to_load_from_cache(config.model, name, revision=config.revision)
     except HFValidationError:
-        found = None  # the fetch says what is wrong with the name
+        found = None  # the fetch raises the error about the name
     if isinstance(found, str):
         return Path(found)
     missing = _missing.get()
@@ -44,9 +44,9 @@ def cached_file(config: EngineConfig, name: str) -> Path | None:
 
 
 def fetch_files(config: EngineConfig, names: Iterable[str]) -> None:
-    """Fetch files of a hub model into the hub's cache, those of them that there are. Blocks.
+    """Fetch the existing ones among these files of a hub model into the hub's cache. Blocks.
 
-    If the hub cannot be reached, what the cache has of the model is enough.
+    If the hub cannot be reached, the files in the cache are used.
 
     Raises:
         InvalidConfig: The hub has no such model or revision, or does not show it to this user; or the hub is switched
@@ -72,7 +72,7 @@ def fetch_files(config: EngineConfig, names: Iterable[str]) -> None:
         raise InvalidConfig(
             f"{named}: there is no such folder, and the hub does not give a model of that name: {error}", field="model"
         ) from error
-    except Exception as error:  # the library's own errors, and those of its HTTP client
+    except Exception as error:  # errors of the library, and of its HTTP client
         if constants.HF_HUB_OFFLINE:
             raise InvalidConfig(
                 f"{named}: there is no such folder, and the hub's cache does not have the model; download it before "

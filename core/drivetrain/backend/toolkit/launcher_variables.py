@@ -18,7 +18,7 @@ def without_launcher_variables(environment: Mapping[str, str]) -> dict[str, str]
     """Return an environment for an engine's processes, which are no ranks of the trainer that starts them.
 
     With ``TORCHELASTIC_USE_AGENT_STORE``, torch before 2.14 takes the store of any ``tcp://`` group for one that
-    torchrun serves. An engine's only rank then waits for a server that nobody starts, and SGLang ends with SIGQUIT.
+    torchrun serves. An engine's only rank then waits for a server that does not exist, and SGLang ends with SIGQUIT.
     """
     return {name: value for name, value in environment.items() if not _is_launchers(name)}
 

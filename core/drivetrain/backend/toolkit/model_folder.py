@@ -46,7 +46,7 @@ def model_file(config: EngineConfig, name: str) -> Mapping[str, object]:
 
 
 def model_json(config: EngineConfig, name: str) -> object:
-    """Return what a JSON file of the model's folder or hub id holds; None if it is missing or broken.
+    """Return the content of a JSON file of the model's folder or hub id; None if it is missing or broken.
 
     A hub model is looked up in the local cache alone: ``InferenceEngine.start`` fetches the files that were missing.
     """

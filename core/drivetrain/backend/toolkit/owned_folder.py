@@ -19,11 +19,11 @@ class OwnedFolder:
     """A new folder with a lock file. Folders beside it whose owners were killed on this host are removed first.
 
     Args:
-        parent: Where it is made.
+        parent: The folder to create it in.
         prefix: First part of its name; only folders of the same prefix are removed.
 
     Raises:
-        OSError: It cannot be made there; nothing is left.
+        OSError: It cannot be created; no part of it is left.
     """
 
     def __init__(self, parent: Path, prefix: str) -> None:
@@ -52,7 +52,7 @@ def _locked(folder: Path) -> int | None:
     lock = os.open(folder / f"{_LOCK}ing", os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
-    except OSError:  # file system without locks: no other process will remove the folder
+    except OSError:  # a file system without locks; other processes leave a folder without the lock's file alone
         os.close(lock)
         return None
     (folder / f"{_LOCK}ing").rename(folder / _LOCK)  # the final name never exists unlocked

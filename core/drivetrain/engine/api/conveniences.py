@@ -1,4 +1,4 @@
-"""Calls of a line or two that only combine other calls of the page."""
+"""Calls of a line or two that only combine other calls of an engine."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class GenerationCalls(Page):
         """Generate as :meth:`generate` does, yielding chunks of all samples as they come.
 
         The chunks of a sample put together are exactly its completion, which its last chunk carries. Closing
-        the generator early aborts what is still being generated.
+        the generator early aborts the samples that are still being generated.
         """
         options = CallOptions(request_ids, lora, priority, weight_version, timeout)
         async with aclosing(self.parts.generation.stream(prompts, sampling_params, options)) as chunks:
@@ -98,7 +98,7 @@ class GenerationCalls(Page):
                 it is ``prompt_token_ids`` of the completion.
             sampling_params: As in :meth:`generate`.
             parent_request_id: Request id of the completion that the turn builds on; None begins a new conversation.
-            turn: How the turn relates to that completion.
+            turn: The turn's relation to that completion.
             request_ids: As in :meth:`generate`; later turns name this one by the completion's id.
             weight_version: As in :meth:`generate`.
             timeout: As in :meth:`generate`.

@@ -15,9 +15,9 @@ class Page:
     capabilities: frozenset[Capability]
     """Capabilities that this engine claims; known before it starts."""
     isolation: Isolation
-    """Where the engine runs: in this process or in a host process."""
+    """The engine's process: this one, or a host process."""
     versions: dict[str, str]
     """Versions of drivetrain, Python and the engine."""
     parts: Parts
-    """The parts behind this page, for tests and extensions; their methods may change between releases. They can be
+    """The parts of the engine, for tests and extensions; their methods may change between releases. They can be
     replaced before the engine starts: see :class:`~drivetrain.engine.parts.PartKinds`."""

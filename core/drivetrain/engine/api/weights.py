@@ -151,7 +151,7 @@ class WeightCalls(Page):
             timeout: Seconds until DeadlineExceeded, which leaves nothing; ``timeouts.weight_update`` if not given.
 
         Raises:
-            InvalidRequest: no new folder can be made there; nothing was done.
+            InvalidRequest: the folder cannot be created; nothing was written.
             EngineStateError: the weights are asleep, dirty or being updated.
         """
         await self.parts.weights.save_sharded(path, timeout)
@@ -161,7 +161,7 @@ class WeightCalls(Page):
         """Save the model as :meth:`save_sharded_model` does to an fsspec URL under which nothing exists yet.
 
         Raises:
-            InvalidRequest: the protocol is unknown, or nothing can be written there; nothing was done.
+            InvalidRequest: the protocol is unknown, or the URL is not writable; nothing was written.
             EngineStateError: the weights are asleep, dirty or being updated.
         """
         await self.parts.weights.save_remote(url, timeout)

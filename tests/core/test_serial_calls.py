@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 
-from drivetrain.backend.toolkit.whole_calls import WholeCalls
+from drivetrain.backend.toolkit.serial_calls import SerialCalls
 
 
 async def test_a_cancelled_call_ends_before_the_next_begins() -> None:
-    calls, begun, may_end, said = WholeCalls(), asyncio.Event(), asyncio.Event(), list[str]()
+    calls, begun, may_end, said = SerialCalls(), asyncio.Event(), asyncio.Event(), list[str]()
 
     async def first() -> None:
         begun.set()
@@ -35,7 +35,7 @@ async def test_a_cancelled_call_ends_before_the_next_begins() -> None:
 
 
 async def test_a_call_that_had_not_begun_is_not_made() -> None:
-    calls, may_end, made = WholeCalls(), asyncio.Event(), list[str]()
+    calls, may_end, made = SerialCalls(), asyncio.Event(), list[str]()
 
     async def late() -> None:
         made.append("late")
@@ -53,7 +53,7 @@ async def test_a_call_that_had_not_begun_is_not_made() -> None:
 
 
 async def test_a_call_that_fails_frees_the_way() -> None:
-    calls = WholeCalls()
+    calls = SerialCalls()
 
     async def fails() -> None:
         raise ValueError("no")

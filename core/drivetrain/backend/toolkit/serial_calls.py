@@ -1,4 +1,4 @@
-"""Calls of an engine that run to their end, also if nobody waits for them any more."""
+"""Calls of an engine that run one after another, each to its end, also if its caller is cancelled."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-class WholeCalls:
+class SerialCalls:
     """Runs calls one after another, each to its end: cancelling the caller does not interrupt a call that has begun.
 
-    For calls that an engine cannot cancel. Interrupted on our side alone, nobody would know what such a call has
-    changed, and an engine that numbers no answers would take its answer for the next call's.
+    For calls that an engine cannot cancel. If only our side gave such a call up, its effects would be unknown, and an
+    engine that does not number its answers would give its answer to the next call.
     """
 
     def __init__(self) -> None:
