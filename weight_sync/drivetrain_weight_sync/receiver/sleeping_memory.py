@@ -16,7 +16,10 @@ class SleepingMemory(Protocol):
         """Copy the contents of these tags that must outlast a sleep, for tags that are awake. Free nothing."""
 
     def free(self, tags: frozenset[MemoryTag]) -> None:
-        """Free the memory of these tags; that of a tag that sleeps is free already."""
+        """Free the memory of these tags; that of a tag that sleeps is free already.
+
+        Also called after a wake-up that another rank could not make: the contents that were kept are still needed.
+        """
 
     def wake_up(self, tags: frozenset[MemoryTag]) -> None:
         """Allocate the memory of these tags again, with the contents that were kept; if it raises, all sleep on."""
