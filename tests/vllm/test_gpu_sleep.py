@@ -171,3 +171,16 @@ def test_a_sleep_whose_copies_fail_frees_nothing(device: Device, keeps_weights: 
     slept(memory, both)  # as after a sleep that timed out
     memory.wake_up(both)
     assert [one[REFILLED:] for one in device.contents()] == [b"abcd", b"efgh", b"ijkl"]
+
+
+@pytest.mark.parametrize("keeps_weights", [False, True])
+def test_a_rank_that_sleeps_on_because_another_does_loses_nothing(device: Device, keeps_weights: bool) -> None:
+    memory, both = memory_of(device, keeps_weights=keeps_weights), WEIGHTS | CACHE
+    before = device.contents()
+    slept(memory, both)
+    memory.wake_up(both)
+    memory.free(both)  # as RankWeights.awaken
+    assert device.contents() == [b"", b"", b""]
+    memory.wake_up(both)
+    assert [one[REFILLED:] for one in device.contents()] == [b"abcd", b"efgh", b"ijkl"]
+    assert not keeps_weights or device.contents()[:2] == before[:2]

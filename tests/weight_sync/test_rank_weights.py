@@ -379,3 +379,16 @@ def test_a_rank_without_memory_lets_all_ranks_stay_awake_or_asleep() -> None:
             scarce.memory.is_scarce = False
             assert two.ask(method, tags) == [None, None]
             assert [rank.memory.is_awake for rank in two.ranks] == [not is_awake] * 2
+
+
+def test_a_rank_frees_again_only_memory_that_slept_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a wake-up that timed out and then succeeded, the engine asks for the same memory again."""
+    two, weights, both = Two(), frozenset({MemoryTag.WEIGHTS}), frozenset(MemoryTag)
+    assert two.ask("sleep", both) == [None, None]
+    assert two.ask("wake_up", weights) == [None, None]
+    freed: list[frozenset[MemoryTag]] = []
+    two.ranks[0].memory.is_scarce = True
+    monkeypatch.setattr(two.ranks[1].memory, "free", freed.append)
+    assert {type(answer) for answer in two.ask("wake_up", both)} == {EngineOutOfMemory}
+    assert freed == [both - weights]
+    assert [rank.asleep for rank in two.ranks] == [both - weights] * 2

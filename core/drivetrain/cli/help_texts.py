@@ -10,4 +10,4 @@ from collections.abc import Callable
 def help_of(command: Callable[..., object]) -> str | None:
     """Return a command's help: its docstring, each paragraph on one line, because typer keeps line breaks."""
     text = inspect.getdoc(command)
-    return None if text is None else re.sub(r"(?<=\S)\n(?=[^\s*-])", " ", text)
+    return None if text is None else re.sub(r"(?<=\S)\n(?!(?:[*-]|\d+[.)])\s)(?=\S)", " ", text)

@@ -86,8 +86,8 @@ class PauseAndSleep:
         """Drop the pause of a holder that is gone; the engine stays paused for those who paused it too."""
         if holder not in self._paused_by:
             return
+        self._paused_by.discard(holder)  # at once: another change of state may outlast the wait for its end
         async with self.controller.controlling("continue_generation()"):
-            self._paused_by.discard(holder)
             if not self._paused_by:  # also if somebody let the engine go on meanwhile: lifting no pause changes nothing
                 await self.lift()
 
@@ -200,13 +200,13 @@ class PauseAndSleep:
 
     async def drop_sleep_of(self, holder: object, name: str) -> None:
         """Forget a holder that is gone; memory that it alone had put to sleep stays asleep, and is left so by it."""
-        if not any(holder in holders for holders in self._slept_by.values()):
+        slept = {tag for tag, holders in self._slept_by.items() if holder in holders}
+        if not slept:
             return
+        for tag in slept:
+            self._slept_by[tag].discard(holder)
         async with self.controller.controlling("sleep()"):
-            slept = {tag for tag, holders in self._slept_by.items() if holder in holders}
-            for tag in slept:
-                self._slept_by[tag].discard(holder)
-            if left := frozenset(tag for tag in slept if not self._slept_by[tag]):
+            if left := frozenset(tag for tag in slept if not self._slept_by.get(tag, {None})):
                 self.leave_asleep(left, name)
 
     def leave_asleep(self, tags: frozenset[MemoryTag], holder: str) -> None:

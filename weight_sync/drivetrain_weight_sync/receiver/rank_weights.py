@@ -205,7 +205,7 @@ class RankWeights(ABC):
             with waking_up():
                 self.of_ranks(lambda: memory.wake_up(tags))
         except FailedElsewhere:
-            memory.free(tags)
+            memory.free(tags & self.asleep)  # memory that was awake before stays so, as on the other rank
             raise
         self.asleep -= tags
 

@@ -32,7 +32,7 @@ class DeviceMemory:
         self._beside = {tag: self._ranges_beside(tag, storages) for tag, storages in refilled.items()}
         """Ranges of each tag that must be kept."""
         self._saved: dict[MemoryTag, list[torch.Tensor]] = {}
-        """Saved contents of these ranges, while they are asleep."""
+        """Contents of these ranges at the last sleep. If another rank cannot wake up, this one sleeps on with them."""
         self._asleep: frozenset[MemoryTag] = frozenset()
 
     def _ranges_beside(self, tag: MemoryTag, storages: Iterable[torch.UntypedStorage]) -> list[tuple[int, int]]:
@@ -84,8 +84,6 @@ class DeviceMemory:
         except BaseException:
             self._release(taken)
             raise
-        for tag in tags:
-            self._saved.pop(tag, None)
         self._asleep -= tags
 
     @staticmethod

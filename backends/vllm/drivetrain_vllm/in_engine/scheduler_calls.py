@@ -255,9 +255,9 @@ def register() -> None:
 
     def run_busy_loop(core: Any) -> None:
         own = _of(core)  # made before the host sends requests, which another thread marks
+        parent = os.getppid()  # read first: a host that ends later is noticed, and one that has ended does not answer
         own.host = host = WorkerSocket(os.environ[SOCKET_VARIABLE])
-        calls = (core, host, os.getppid())
-        threading.Thread(target=_listen, args=calls, name="drivetrain-calls", daemon=True).start()
+        threading.Thread(target=_listen, args=(core, host, parent), name="drivetrain-calls", daemon=True).start()
         run(core)
 
     def handle_client_request(core: Any, kind: Any, request: Any) -> None:
