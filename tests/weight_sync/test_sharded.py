@@ -123,6 +123,7 @@ REFUSED = {
     "a rank cannot read its weights": ("WeightSyncError", "model.norm.bias is a str"),
     "a rank has an engine too": ("InvalidRequest", "ranks 0 and 1 of the trainer have an engine each"),
     "another version": ("InvalidRequest", "pass the same version on every rank"),
+    "another version, and a late rank": ("InvalidRequest", "pass the same version on every rank"),
 }
 
 

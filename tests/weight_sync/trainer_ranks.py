@@ -7,12 +7,14 @@ import multiprocessing
 import os
 import signal
 import socket
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any, Final
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -36,6 +38,7 @@ from drivetrain_weight_sync.transports.shared_memory import SharedMemorySender
 
 TIMEOUT_S: Final = 120
 """How long the ranks wait for each other. Nothing but a fault of drivetrain makes a test wait as long."""
+_connect: Final = socket.create_connection
 _context: Final = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
     [__name__, "drivetrain_transformers.engine", "transformers.models.qwen2.modeling_qwen2"]
@@ -314,6 +317,13 @@ class DeadEngine(InlineEngine):
         raise EngineDied("the engine's process has ended")
 
 
+def refused(address: tuple[str, int], timeout: float) -> socket.socket:
+    """Connect again and again until it is refused."""
+    while True:
+        _connect(address, timeout=timeout).close()
+        time.sleep(0.01)
+
+
 def push_what_fails(rank: int, how: str) -> list[object]:
     """Push what cannot be pushed, then what can; return the first error, the engine's weights after it, and the end."""
 
@@ -333,9 +343,11 @@ def push_what_fails(rank: int, how: str) -> list[object]:
         has_engine = rank == 0 or (how == "a rank has an engine too" and rank == 1)
         found: list[object] = []
         async with WeightSync.connect(given, engine if has_engine else None, group=dist.group.WORLD) as sync:
-            version = f"of rank {rank}" if how == "another version" else "bad"
+            version = f"of rank {rank}" if how.startswith("another version") else "bad"
+            is_late = how == "another version, and a late rank" and rank == dist.get_world_size() - 1
             try:
-                await sync.push(version=version)
+                with mock.patch.object(socket, "create_connection", refused) if is_late else nullcontext():
+                    await sync.push(version=version)
             except DrivetrainError as error:
                 found += [type(error).__name__, str(error)]
             found.append(differing(tensors_of(served), before) if rank == 0 else [])

@@ -105,7 +105,8 @@ class Contributor:
         try:
             yield
         except BaseException as error:
-            link.say(failure(error))
+            with suppress(TrainerRankLost):  # then it knows that the push has failed
+                link.say(failure(error))
             self.close()
             raise
 

@@ -102,6 +102,7 @@ class Ranks:
             InvalidRequest: every rank passed ``engine=None``.
             DeadlineExceeded: no rank began to push in time.
             TrainerRankLost: the rank that pushes is gone.
+            DrivetrainError: the error with which its push failed before this rank was connected.
         """
         with self._reaching():
             if not self._counted:
@@ -118,6 +119,13 @@ class Ranks:
                 time.sleep(_POLL_S)
             place = msgspec.json.decode(self.store.get("pushes"), type=Place)
         self.require_none_failed()
+        try:
+            return self._connect(place)
+        except TrainerRankLost:
+            self.require_none_failed()  # it may have failed, and have been closed, since
+            raise
+
+    def _connect(self, place: Place) -> Link:
         try:
             connection = socket.create_connection((place.address, place.port), timeout=self.timeout)
         except OSError as error:
