@@ -28,7 +28,20 @@ from drivetrain.types.weights import DiskSource
 from drivetrain_conformance.harness.time_limits import within
 from drivetrain_fleet import Health
 from drivetrain_weight_sync import WeightSync
-from fleets import BOUND, GREEDY, LONG, Fleet, Spoiled, kill_host, local, owned_elsewhere, spoiled, tensors_for, until
+from fleets import (
+    BOUND,
+    GREEDY,
+    LONG,
+    Fleet,
+    Spoiled,
+    kill_host,
+    local,
+    owned_elsewhere,
+    paused_in_flight,
+    spoiled,
+    tensors_for,
+    until,
+)
 from fleets import until_health as until_healthy
 from warm_python import running
 
@@ -114,25 +127,6 @@ async def ended(tasks: list[asyncio.Task[list[Completion]]]) -> tuple[list[Compl
     return completions, [error for error in errors if isinstance(error, DrivetrainError)]
 
 
-async def begun(
-    fleet: Fleet, start: Callable[[], list[asyncio.Task[list[Completion]]]], samples: int, *, frozen: str
-) -> list[asyncio.Task[list[Completion]]]:
-    """Start requests, and pause the engine ``frozen`` while so many of them have tokens there and cannot end.
-
-    On a busy machine the first may end before the last begins: then they are started again.
-    """
-    engine = fleet.member(frozen).engine
-    async with within(seconds=BOUND):
-        while True:
-            tasks = start()
-            await until(lambda: fleet.begun(frozen) == samples or any(task.done() for task in tasks))  # noqa: B023
-            await engine.pause_generation("in_place")
-            if fleet.begun(frozen) == samples:
-                return tasks
-            await engine.continue_generation()
-            await asyncio.gather(*tasks)
-
-
 def whole_requests(fleet: Fleet) -> list[asyncio.Task[list[Completion]]]:
     """Start two requests for each of three engines."""
     return [asyncio.create_task(whole(fleet, [i + 1, 2])) for i in range(6)]
@@ -176,7 +170,7 @@ async def test_an_engine_that_is_killed_while_weights_are_pushed(model: Path, na
         def start() -> list[asyncio.Task[list[Completion]]]:
             return [asyncio.create_task((streamed if i % 2 else whole)(fleet, [i + 1, 2])) for i in range(9)]
 
-        tasks = await begun(fleet, start, 3, frozen=name)
+        tasks = await paused_in_flight(fleet, start, 3, name)
         async with WeightSync.connect(await tensors_for(fleet), fleet) as sync:
             with hitting(fleet, name, call, hit):
                 await sync.push(version="one")
@@ -194,7 +188,7 @@ async def test_an_engine_that_is_killed_while_weights_are_pushed(model: Path, na
 @pytest.mark.parametrize("call", ["begin_update", "load_buckets", "commit_update"])
 async def test_an_engine_that_is_killed_bucket_by_bucket(model: Path, call: str) -> None:
     async with mixed_fleet(model) as (fleet, hit):
-        tasks = await begun(fleet, partial(whole_requests, fleet), 2, frozen="hosted")
+        tasks = await paused_in_flight(fleet, partial(whole_requests, fleet), 2, "hosted")
         request = WeightUpdateRequest(version="hand", source=DiskSource(path=str(model)))
         with hitting(fleet, "hosted", call, hit):
             async with fleet.weight_update(request) as update:
@@ -209,7 +203,7 @@ async def test_an_engine_that_is_killed_bucket_by_bucket(model: Path, call: str)
 
 async def test_too_few_engines_after_a_kill_fail_the_push_and_nothing_is_served(model: Path) -> None:
     async with mixed_fleet(model, min_engines=3) as (fleet, hit):
-        tasks = await begun(fleet, partial(whole_requests, fleet), 2, frozen="hosted")
+        tasks = await paused_in_flight(fleet, partial(whole_requests, fleet), 2, "hosted")
         tensors = await tensors_for(fleet)
         async with WeightSync.connect(tensors, fleet) as sync:
             with hitting(fleet, "hosted", "apply_update", hit), pytest.raises(DrivetrainError, match="min_engines=3"):
@@ -231,7 +225,7 @@ async def test_too_few_engines_after_a_kill_fail_the_push_and_nothing_is_served(
 @pytest.mark.parametrize("call", ["pause_generation", "continue_generation", "sleep", "wake_up"])
 async def test_an_engine_that_is_killed_while_all_are_controlled(model: Path, call: str) -> None:
     async with mixed_fleet(model) as (fleet, hit):
-        tasks = await begun(fleet, partial(whole_requests, fleet), 2, frozen="hosted")
+        tasks = await paused_in_flight(fleet, partial(whole_requests, fleet), 2, "hosted")
         with hitting(fleet, "hosted", call, hit):
             await fleet.pause_generation("retract")
             await fleet.sleep(["kv_cache"])
@@ -245,7 +239,7 @@ async def test_an_engine_that_is_killed_while_all_are_controlled(model: Path, ca
 
 async def test_an_engine_that_freezes_is_lost_in_bounded_time(model: Path) -> None:
     async with mixed_fleet(model) as (fleet, hit):
-        tasks = await begun(fleet, partial(whole_requests, fleet), 2, frozen="hosted")
+        tasks = await paused_in_flight(fleet, partial(whole_requests, fleet), 2, "hosted")
         hit(signal.SIGSTOP)
         completions, errors = await ended(tasks)
         assert (len(completions), len(errors)) == (4, 2)

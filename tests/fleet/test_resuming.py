@@ -14,7 +14,7 @@ import pytest
 from drivetrain import Completion, EngineDied, FinishReason, InferenceEngine, MemberLost, SamplingParams, attach
 from drivetrain.backend.base import GenerateRequest, GenerateResult, TokenDelta
 from drivetrain.process.shared_engine import SharedEngine
-from drivetrain.types.outputs import VersionSpan
+from drivetrain.types.outputs import GenerationOutput, VersionSpan
 from drivetrain.types.prompts import PromptLike
 from drivetrain.types.sampling import ActionMask, LogprobsMode, RegexGrammar, TemperatureSchedule
 from drivetrain.types.sampling_mask import SamplingMask
@@ -22,7 +22,7 @@ from drivetrain_conformance.harness.time_limits import within
 from drivetrain_fleet.members import Member
 from drivetrain_fleet.resuming import SoFar, not_resumable
 from drivetrain_weight_sync import WeightSync
-from fleets import BOUND, Fleet, Spoiled, kill_host, local, tensors_for, until
+from fleets import BOUND, Fleet, Spoiled, kill_host, local, paused_in_flight, tensors_for, until
 
 TOKENS = 300
 PARAMS = SamplingParams(max_new_tokens=TOKENS, min_new_tokens=250, temperature=0.0, logprobs=1)
@@ -183,8 +183,11 @@ async def test_a_request_that_needs_the_lost_state_is_named_by_field(
     vars(other.parts.backend)["counts_resumed_tokens"] = counted
     params = SamplingParams(max_new_tokens=TOKENS, temperature=0.7, ignore_eos=True, **{field: value})  # type: ignore[arg-type]
     async with Fleet({"hosted": hosted, "other": other}, resume=True) as fleet:
-        tasks = [asyncio.create_task(fleet.generate([i + 1], params)) for i in range(2)]
-        await until(lambda: fleet.begun("hosted") == 1)
+
+        def start() -> list[asyncio.Task[GenerationOutput]]:
+            return [asyncio.create_task(fleet.generate([i + 1], params)) for i in range(2)]
+
+        tasks = await paused_in_flight(fleet, start, 1, "hosted")
         kill_host(hosted)
         async with within(seconds=BOUND):
             found = await asyncio.gather(*tasks, return_exceptions=True)

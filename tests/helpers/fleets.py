@@ -10,7 +10,7 @@ import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 
@@ -21,6 +21,8 @@ from drivetrain_fleet import Health, InferenceEngineClient, MemberReport
 from drivetrain_fleet.backend import FleetBackend
 from drivetrain_fleet.members import Member
 from warm_python import Program, running
+
+_T = TypeVar("_T")
 
 GREEDY = SamplingParams(max_new_tokens=6, temperature=0.0, logprobs=0)
 LONG = SamplingParams(max_new_tokens=900, temperature=0.0, ignore_eos=True)
@@ -150,6 +152,25 @@ async def until(condition: Callable[[], bool]) -> None:
             if condition():
                 return
             await asyncio.sleep(0.005)
+
+
+async def paused_in_flight(
+    fleet: Fleet, start: Callable[[], list[asyncio.Task[_T]]], samples: int, name: str
+) -> list[asyncio.Task[_T]]:
+    """Start requests, and pause a member while so many of them have tokens there and cannot end; return the requests.
+
+    On a busy machine the first may end before the last begins: then they are started again.
+    """
+    engine = fleet.member(name).engine
+    async with within(seconds=BOUND):
+        while True:
+            tasks = start()
+            await until(lambda: fleet.begun(name) == samples or any(task.done() for task in tasks))  # noqa: B023
+            await engine.pause_generation("in_place")
+            if fleet.begun(name) == samples:
+                return tasks
+            await engine.continue_generation()
+            await asyncio.gather(*tasks)
 
 
 async def until_health(fleet: Fleet, name: str, health: Health) -> None:
