@@ -46,6 +46,14 @@ class Repeats:
     total: int = 0
 
 
+class OtherTokens(AssertionError):
+    """A greedy or seeded request, asked again, was answered with other tokens.
+
+    Of thousands of draws one may lie within rounding of the border between two tokens, also in float32. It does not
+    again in a second call.
+    """
+
+
 async def check_honoured(
     bench: Bench,
     batch: Batch,
@@ -66,6 +74,10 @@ async def check_honoured(
         pause: Pause in this mode while the call runs, and continue. No field may lose its effect by that.
         lora: The call's adapter.
         model: Folder of the model that must have answered; None: the engine's own.
+
+    Raises:
+        OtherTokens: A repeated request had other tokens.
+        AssertionError: A field was not honoured.
     """
     engine = bench.engine
     call = engine.generate_stream if streamed else engine.generate
@@ -366,7 +378,8 @@ async def _check_repeats(
             assert got == expected, f"of {second.text!r} ({second.token_ids}) came {got}, where it must be {expected}"
         else:
             # A coarse dtype rounds differently in another batch, which may flip a token.
-            assert bench.tolerance() > 1e-2, f"asked again, {first.token_ids} became {second.token_ids}"
+            if bench.tolerance() <= 1e-2:
+                raise OtherTokens(f"asked again, {first.token_ids} became {second.token_ids}")
 
 
 def _without_stops(params: SamplingParams) -> SamplingParams:
