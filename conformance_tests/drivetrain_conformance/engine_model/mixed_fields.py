@@ -49,8 +49,8 @@ class Repeats:
 class OtherTokens(AssertionError):
     """A greedy or seeded request, asked again, was answered with other tokens.
 
-    Of thousands of draws one may lie within rounding of the border between two tokens, also in float32. It does not
-    again in a second call.
+    One of thousands of draws may lie within rounding of the border between two tokens, also in float32. In a second
+    call rounding differs.
     """
 
 
