@@ -21,7 +21,7 @@ from drivetrain import Completion, DrivetrainError, InferenceEngine, MemberLost,
 from drivetrain_conformance.harness.time_limits import within
 from drivetrain_fleet import Health
 from drivetrain_weight_sync import WeightSync
-from fleets import BOUND, GREEDY, Fleet, local, tensors_for, until, until_health
+from fleets import BOUND, GREEDY, Fleet, local, paused_in_flight, tensors_for, until, until_health
 from links import KINDS, Link, laid
 
 pytestmark = pytest.mark.slow
@@ -84,8 +84,11 @@ def versions(completions: list[Completion]) -> set[str]:
 @pytest.mark.parametrize("kind", KINDS)
 async def test_requests_end_and_the_engine_can_come_back(model: Path, kind: str) -> None:
     async with fleet_with_a_far_engine(kind, model) as (fleet, link, endpoint):
-        tasks = [asyncio.create_task((streamed if i % 2 else whole)(fleet, [i + 1, i + 2])) for i in range(12)]
-        await until(lambda: fleet.begun("far") == 6)
+
+        def start() -> list[asyncio.Task[list[Completion]]]:
+            return [asyncio.create_task((streamed if i % 2 else whole)(fleet, [i + 1, i + 2])) for i in range(12)]
+
+        tasks = await paused_in_flight(fleet, start, 6, "far")
         link.cut()
         async with within(seconds=BOUND):
             results = await asyncio.gather(*tasks, return_exceptions=True)
