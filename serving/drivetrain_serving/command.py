@@ -48,7 +48,7 @@ def serve(
     ] = None,
     dialect: Annotated[
         Literal["vllm", "sglang"],
-        typer.Option(help="Whose answer to give on paths that vLLM and SGLang both have."),
+        typer.Option(help="Dialect of the answers on paths that vLLM and SGLang both have."),
     ] = "vllm",
     api_key: Annotated[
         str | None,

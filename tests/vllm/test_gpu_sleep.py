@@ -62,9 +62,9 @@ class Device:
     blocks: list[ctypes.Array[ctypes.c_char]] = field(default_factory=list)
     mapped: set[int] = field(default_factory=set)
     room: int = 100
-    """How many more allocations can be mapped."""
+    """Allocations that can still be mapped."""
     copies: int = 100
-    """How many more copies succeed."""
+    """Copies that still succeed."""
 
     def allocate(self, tag: MemoryTag, contents: bytes) -> torch.UntypedStorage:
         """Make an allocation; return the storage of the part that an update fills."""

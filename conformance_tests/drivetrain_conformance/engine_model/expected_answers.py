@@ -30,7 +30,7 @@ class End(Enum):
 
 
 class Style(Enum):
-    """How the tokens of a request are chosen."""
+    """The way in which a request chooses tokens."""
 
     PLAIN = "plain"
     """The most likely token each time."""

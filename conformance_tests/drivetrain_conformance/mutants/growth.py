@@ -27,7 +27,7 @@ from drivetrain.types.sampling import JsonSchema
 from drivetrain.types.weights import CommitUpdate, PrepareUpdate, ReleaseSources, WeightMessage, WeightReply
 from drivetrain_conformance.assets.weight_sources import tensors_of
 from drivetrain_conformance.mutants.registry import mutant
-from drivetrain_conformance.mutants.spoil import CorrectBackend, KnowingRequests, arguments_mutant, own
+from drivetrain_conformance.mutants.spoil import CorrectBackend, KnowingRequests, KnowingSleep, arguments_mutant, own
 
 _LEAVES = "growth/requests_leave_nothing_behind"
 
@@ -309,21 +309,11 @@ class keeps_the_cache_of_rows_asleep(KnowingRequests):
 
 
 @mutant("sleep/the_memory_of_weights_comes_back", says="asleep, it says that it holds")
-class counts_a_matrix_asleep(CorrectBackend):
+class counts_a_matrix_asleep(KnowingSleep):
     """While the weights sleep, the smallest of their matrices is reported to be in memory."""
 
-    is_asleep = False
-
-    async def sleep(self, tags: frozenset[MemoryTag]) -> None:
-        await super().sleep(tags)
-        self.is_asleep |= MemoryTag.WEIGHTS in tags
-
-    async def wake_up(self, tags: frozenset[MemoryTag]) -> None:
-        await super().wake_up(tags)
-        self.is_asleep &= MemoryTag.WEIGHTS not in tags
-
     async def stats(self) -> EngineStats:
-        stats, kept = await super().stats(), _smallest_matrix(self.config) if self.is_asleep else 0
+        stats, kept = await super().stats(), _smallest_matrix(self.config) if self.weights_sleep else 0
         return dataclasses.replace(stats, weight_bytes=stats.weight_bytes + kept)
 
 

@@ -59,13 +59,13 @@ def rounds_logprobs(request: GenerateRequest, result: GenerateResult) -> Generat
 
 @mutant("sleep/any_order_of_tags", says="nats off")
 class rounds_logprobs_once_it_slept(CorrectBackend):
-    """After the weights slept, logits are computed in bfloat16."""
+    """After a wake-up, logits are computed in bfloat16."""
 
     _has_slept = False
 
-    async def sleep(self, tags: frozenset[MemoryTag]) -> None:
-        await super().sleep(tags)
-        self._has_slept |= MemoryTag.WEIGHTS in tags
+    async def wake_up(self, tags: frozenset[MemoryTag]) -> None:
+        await super().wake_up(tags)
+        self._has_slept = True
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         result = await super().generate(request)

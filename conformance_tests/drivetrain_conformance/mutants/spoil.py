@@ -19,7 +19,7 @@ from drivetrain.backend.base import Backend, EngineStats, GenerateRequest, Gener
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.types.capability import Capability
 from drivetrain.types.config import EngineConfig
-from drivetrain.types.modes import PauseMode
+from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain.types.outputs import Completion, FinishReason, GenerationOutput, VersionSpan
 from drivetrain.types.prompts import MediaInput
 from drivetrain.types.sampling_mask import SamplingMask
@@ -235,6 +235,20 @@ async def waits_in_open(fifo: Path) -> None:
     threading.Thread(target=read, daemon=True).start()
     await asyncio.to_thread(waiting.wait)
     await asyncio.sleep(0.2)
+
+
+class KnowingSleep(CorrectBackend):
+    """Base class of mutants that differ while the weights sleep."""
+
+    weights_sleep = False
+
+    async def sleep(self, tags: frozenset[MemoryTag]) -> None:
+        await super().sleep(tags)
+        self.weights_sleep |= MemoryTag.WEIGHTS in tags
+
+    async def wake_up(self, tags: frozenset[MemoryTag]) -> None:
+        await super().wake_up(tags)
+        self.weights_sleep &= MemoryTag.WEIGHTS not in tags
 
 
 class KnowingRequests(CorrectBackend):

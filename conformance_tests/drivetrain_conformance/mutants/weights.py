@@ -57,7 +57,7 @@ from drivetrain.types.weights import (
 )
 from drivetrain_conformance.assets.weight_sources import tensors_of, write_checkpoint
 from drivetrain_conformance.mutants.registry import mutant
-from drivetrain_conformance.mutants.spoil import CorrectBackend, KnowingRequests, own, result_mutant
+from drivetrain_conformance.mutants.spoil import CorrectBackend, KnowingRequests, KnowingSleep, own, result_mutant
 
 # Loaded values -------------------------------------------------------------------------------------------------------
 
@@ -550,21 +550,11 @@ class aborts_requests_to_update(WeightUpdates):
 
 
 @mutant("weight_sync/weights_asleep_are_not_read", says="knows no tensors")
-class knows_no_tensors_asleep(CorrectBackend):
+class knows_no_tensors_asleep(KnowingSleep):
     """While the weights sleep, their manifest is refused."""
 
-    asleep = False
-
-    async def sleep(self, tags: frozenset[MemoryTag]) -> None:
-        await super().sleep(tags)
-        self.asleep |= MemoryTag.WEIGHTS in tags
-
-    async def wake_up(self, tags: frozenset[MemoryTag]) -> None:
-        await super().wake_up(tags)
-        self.asleep &= MemoryTag.WEIGHTS not in tags
-
     async def weight_manifest(self) -> WeightManifest:
-        if self.asleep:
+        if self.weights_sleep:
             raise EngineStateError("asleep, it knows no tensors", state="asleep")
         return await super().weight_manifest()
 

@@ -137,7 +137,7 @@ def end_own_family() -> None:
 def end_with(host: int) -> None:
     """Wait until ``host``, this process's parent, is gone; then end this process and all others of the host.
 
-    Nobody else does it if a host is killed together with its trainer, as Ray kills an actor with its children.
+    Ray kills an actor with its children: a host and its trainer at once, so that neither can end the host's processes.
     """
     while os.getppid() == host:
         time.sleep(_TICK_S)

@@ -123,7 +123,7 @@ class RpcClient(asyncio.Protocol):
                 _logger.warning("%s was cancelled after it had returned, and was not undone: %s", method.name, error)
 
     def _over(self, call_id: int, *, returned: bool) -> bool:
-        """Forget a cancelled call that is over; return False if the call was not cancelled."""
+        """Drop the record of a cancelled call at its end; return False if there is none of this id."""
         end = self._given_up.pop(call_id, None)
         if end is None:
             return False

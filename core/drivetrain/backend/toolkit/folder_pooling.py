@@ -18,7 +18,7 @@ _APPLIED: Final = ("Transformer", "Normalize")
 
 
 class PoolingMode(Enum):
-    """How the states of a sequence's tokens become one vector. Values are sentence-transformers' names."""
+    """The rule that makes one vector of the states of a sequence's tokens. Values are sentence-transformers' names."""
 
     LAST = "lasttoken"
     FIRST = "cls_token"
