@@ -227,6 +227,8 @@ def _honours_random_requests(
         try:
             check()
         except OtherTokens:
+            if pause is not PauseMode.RETRACT:
+                raise
             check()
 
     hold()

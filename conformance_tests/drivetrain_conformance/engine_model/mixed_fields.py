@@ -49,8 +49,9 @@ class Repeats:
 class OtherTokens(AssertionError):
     """A greedy or seeded request, asked again, was answered with other tokens.
 
-    One of thousands of draws may lie within rounding of the border between two tokens, also in float32. In a second
-    call rounding differs.
+    A retracted request computes its tokens again in one pass, which rounds differently. One of thousands of draws may
+    lie within that rounding of the border between two tokens, also in float32. In a second call, the retraction comes
+    at another token.
     """
 
 
