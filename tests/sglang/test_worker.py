@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from drivetrain.types.modes import PauseMode
+from drivetrain.errors import EngineOutOfMemory
+from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain.types.weights import TensorSpec, WeightManifest
 from drivetrain_sglang.in_engine.worker import Worker
 from drivetrain_weight_sync.tracing.derived_tensors import Derived
@@ -95,3 +96,22 @@ def test_the_watchdog_watches_no_frozen_batch(monkeypatch: pytest.MonkeyPatch) -
     scheduler.cur_batch_for_debug = object()
     OfScheduler(scheduler).freeze(PauseMode.IN_PLACE)
     assert scheduler.cur_batch_for_debug is None
+
+
+def test_a_wake_up_without_room_asks_the_memory_saver_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The saver ends the process if the driver refuses it memory: ``benchmarks/gpu/scarce_memory.py`` shows it."""
+    asked: list[list[str]] = []
+    io_struct = SimpleNamespace(ResumeMemoryOccupationReqInput=lambda tags: tags)
+    monkeypatch.setitem(sys.modules, "sglang.srt.managers.io_struct", io_struct)
+    worker = Worker(SimpleNamespace(tp_group=SimpleNamespace(world_size=1)))
+    monkeypatch.setattr(worker, "_memory", None, raising=False)
+    monkeypatch.setattr(worker, "_dispatch", asked.append)
+    both = frozenset({MemoryTag.WEIGHTS, MemoryTag.KV_CACHE})
+    worker.asleep = both
+    worker._slept = {MemoryTag.WEIGHTS: 2_000_000_000, MemoryTag.KV_CACHE: 1_000_000_000}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2_500_000_000, 80_000_000_000))
+    with pytest.raises(EngineOutOfMemory, match=r"3\.00 GB are wanted of the GPU, and 2\.50 GB are free.*sleeps on"):
+        worker.wake_up(both)
+    assert (asked, worker.asleep) == ([], both)
+    worker.wake_up(frozenset({MemoryTag.WEIGHTS}))
+    assert (asked, worker.asleep) == ([["weights"]], frozenset({MemoryTag.KV_CACHE}))

@@ -33,6 +33,7 @@ from drivetrain_weight_sync.receiver.checkpoint_manifest import checkpoint_of, e
 from drivetrain_weight_sync.receiver.cpu_sleep import HostMemory
 from drivetrain_weight_sync.receiver.rank_weights import RankWeights
 from drivetrain_weight_sync.receiver.request_arrivals import Arrivals
+from drivetrain_weight_sync.receiver.sleeping_memory import waking_up
 from drivetrain_weight_sync.tracing.derived_tensors import AfterLoading
 from drivetrain_weight_sync.tracing.quantised_parts import QuantisedParts
 
@@ -51,6 +52,8 @@ class Worker(RankWeights):
         self._scheduler = scheduler
         self.arrivals = Arrivals()
         self.cache_epochs = CacheEpochs()
+        self._slept: dict[MemoryTag, int] = {}
+        """Bytes of the tensors of each tag, on a GPU, when it fell asleep last."""
         self._is_tainted = False
         """True once a failed request may have left NaN in the cache, until no cache of that time is left."""
 
@@ -107,10 +110,16 @@ class Worker(RankWeights):
         """Memory that sleeps on a CPU; None on a GPU, where SGLang's memory saver frees memory and keeps addresses."""
         if next(self.model.parameters()).device.type != "cpu":
             return None
-        cache = kv_tensors(self._scheduler.token_to_kv_pool_allocator.get_kvcache())
-        return HostMemory(
-            {MemoryTag.WEIGHTS: self.target.storages, MemoryTag.KV_CACHE: [held.untyped_storage() for held in cache]}
-        )
+        return HostMemory({tag: self._storages_of(tag) for tag in (MemoryTag.WEIGHTS, MemoryTag.KV_CACHE)})
+
+    def _storages_of(self, tag: MemoryTag) -> list[torch.UntypedStorage]:
+        """Return the storages of the weights or of the KV cache; none of other memory."""
+        if tag is MemoryTag.WEIGHTS:
+            return self.target.storages
+        if tag is MemoryTag.KV_CACHE:
+            cache = kv_tensors(self._scheduler.token_to_kv_pool_allocator.get_kvcache())
+            return [held.untyped_storage() for held in cache]
+        return []
 
     def after_loading(self) -> Iterable[AfterLoading]:
         """Return the steps to run after loading: splitting MLA's projection, and steps that some models add."""
@@ -300,8 +309,10 @@ class Worker(RankWeights):
                 raise EngineBusy("requests hold cache: abort them, or pause_generation('retract') first")
             if self._memory is None:
                 # torch_memory_saver frees active memory only; a sleep that timed out is asked for again.
-                if names := sorted(tag.value for tag in tags - self.asleep):
-                    self._dispatch(ReleaseMemoryOccupationReqInput(tags=names))
+                if falling := tags - self.asleep:
+                    for tag in falling:
+                        self._slept[tag] = sum(storage.nbytes() for storage in self._storages_of(tag))
+                    self._dispatch(ReleaseMemoryOccupationReqInput(tags=sorted(tag.value for tag in falling)))
                 self.asleep |= tags
                 return
             if MemoryTag.KV_CACHE in tags:
@@ -312,12 +323,22 @@ class Worker(RankWeights):
         """Take memory again."""
         from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
 
-        if self._memory is None:
-            if names := sorted(tag.value for tag in tags & self.asleep):
-                self._dispatch(ResumeMemoryOccupationReqInput(tags=names))
-            self.asleep -= tags
-        else:
+        if self._memory is not None:
             self.awaken(self._memory, tags)
+            return
+        if waking := tags & self.asleep:
+            # torch_memory_saver ends the process if the driver refuses it memory.
+            with waking_up():
+                self.of_ranks(lambda: self._require_room(waking))
+            self._dispatch(ResumeMemoryOccupationReqInput(tags=sorted(tag.value for tag in waking)))
+        self.asleep -= tags
+
+    def _require_room(self, tags: frozenset[MemoryTag]) -> None:
+        """Raise :class:`MemoryError` if the GPU has less free memory than the tensors of these tags took."""
+        wanted = sum(self._slept[tag] for tag in tags)
+        free, _ = torch.cuda.mem_get_info()
+        if wanted > free:
+            raise MemoryError(f"{wanted / 1e9:.2f} GB are wanted of the GPU, and {free / 1e9:.2f} GB are free")
 
     def reset_prefix_cache(self) -> None:
         """Free the cached prefixes if no running request holds any; only running requests can match them any more."""
