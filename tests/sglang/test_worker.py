@@ -115,3 +115,45 @@ def test_a_wake_up_without_room_asks_the_memory_saver_for_nothing(monkeypatch: p
     assert (asked, worker.asleep) == ([], both)
     worker.wake_up(frozenset({MemoryTag.WEIGHTS}))
     assert (asked, worker.asleep) == ([["weights"]], frozenset({MemoryTag.KV_CACHE}))
+
+
+def test_parameters_that_no_update_fills_outlast_a_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scales of a quantised model's cache were 0 after a sleep on a GPU: ``architectures.py --sleep`` shows it."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4), requires_grad=False)
+            self.k_scale = nn.Parameter(torch.ones(()), requires_grad=False)
+
+    class OfLayer(Worker):
+        model = Layer()
+
+        def _dispatch(self, asked: object) -> None:
+            if asked == "release":
+                self.model.weight.zero_()
+                self.model.k_scale.zero_()
+
+    io_struct = SimpleNamespace(
+        ReleaseMemoryOccupationReqInput=lambda tags: "release", ResumeMemoryOccupationReqInput=lambda tags: "resume"
+    )
+    monkeypatch.setitem(sys.modules, "sglang.srt.managers.io_struct", io_struct)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1_000, 1_000))
+    worker = OfLayer(
+        SimpleNamespace(tp_group=SimpleNamespace(world_size=1), waiting_queue=[], is_fully_idle=lambda: True)
+    )
+    target = SimpleNamespace(storages=[worker.model.weight.untyped_storage()])
+    for name, value in {"_memory": None, "target": target, "receiver": Idle(), "writer": Idle()}.items():
+        monkeypatch.setitem(vars(worker), name, value)
+    worker.sleep(frozenset({MemoryTag.WEIGHTS}))
+    assert worker.model.k_scale == 0
+    worker.wake_up(frozenset({MemoryTag.WEIGHTS}))
+    assert (worker.model.k_scale, worker.model.weight.sum()) == (1, 0)
+
+
+class Idle:
+    """A receiver and a writer that have nothing to do."""
+
+    def forget_held(self) -> None: ...
+
+    def stop(self) -> None: ...

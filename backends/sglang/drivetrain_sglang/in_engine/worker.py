@@ -54,6 +54,8 @@ class Worker(RankWeights):
         self.cache_epochs = CacheEpochs()
         self._slept: dict[MemoryTag, int] = {}
         """Bytes of the tensors of each tag, on a GPU, when it fell asleep last."""
+        self._unfilled: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+        """Parameters that no update fills, with their values at the last sleep of the weights, on a GPU."""
         self._is_tainted = False
         """True once a failed request may have left NaN in the cache, until no cache of that time is left."""
 
@@ -312,6 +314,10 @@ class Worker(RankWeights):
                 if falling := tags - self.asleep:
                     for tag in falling:
                         self._slept[tag] = sum(storage.nbytes() for storage in self._storages_of(tag))
+                    if MemoryTag.WEIGHTS in falling:
+                        self._unfilled = [
+                            (held, held.detach().to("cpu", copy=True)) for held in self._parameters_beside()
+                        ]
                     self._dispatch(ReleaseMemoryOccupationReqInput(tags=sorted(tag.value for tag in falling)))
                 self.asleep |= tags
                 return
@@ -331,7 +337,16 @@ class Worker(RankWeights):
             with waking_up():
                 self.of_ranks(lambda: self._require_room(waking))
             self._dispatch(ResumeMemoryOccupationReqInput(tags=sorted(tag.value for tag in waking)))
+            if MemoryTag.WEIGHTS in waking:
+                with torch.no_grad():
+                    for held, values in self._unfilled:
+                        held.copy_(values)
         self.asleep -= tags
+
+    def _parameters_beside(self) -> list[torch.nn.Parameter]:
+        """Return the parameters that no update fills, such as scales of the cache. SGLang keeps buffers itself."""
+        filled = {storage._cdata for storage in self.target.storages}
+        return [own for own in self.model.parameters() if own.untyped_storage()._cdata not in filled]
 
     def _require_room(self, tags: frozenset[MemoryTag]) -> None:
         """Raise :class:`MemoryError` if the GPU has less free memory than the tensors of these tags took."""
