@@ -133,7 +133,7 @@ ARCHITECTURES: Final[dict[str, dict[str, Any]]] = {
     },
     "deepseek_v3": {
         **_MLA,
-        "q_lora_rank": 192,
+        "q_lora_rank": 256,  # whole blocks: engines fuse its projection with another
         "n_group": 4,
         "topk_group": 2,
         "topk_method": "noaux_tc",

@@ -88,6 +88,11 @@ PLAN: Final = (
     compares("vllm-fp8_per_channel", "vllm", ["llama", "qwen3_moe"], *quantised("fp8_per_channel")),
     compares("vllm-fp8", "vllm", ["llama"], *quantised("fp8")),
     compares("vllm-fp8_per_block", "vllm", ["llama", "qwen3_moe"], *quantised("fp8_per_block")),
+    # Engines derive tensors of attention from projections that they quantise.
+    compares("sglang-fp8-mla", "sglang", ["deepseek_v3"], *quantised("fp8")),
+    compares("sglang-blocks-mla", "sglang", ["deepseek_v3"], "--blocks"),
+    compares("vllm-fp8_per_channel-mla", "vllm", ["deepseek_v3"], *quantised("fp8_per_channel")),
+    compares("vllm-fp8-mla", "vllm", ["deepseek_v3"], *quantised("fp8")),
 )
 
 

@@ -15,11 +15,14 @@ import sglang_torch_cpu_fp8
 import torch
 from sglang.srt.layers.quantization import fp8
 from sglang.srt.layers.quantization.fp8 import Fp8Config, Fp8LinearMethod, Fp8MoEMethod
+from sglang.srt.models.deepseek_common.deepseek_weight_loader import DeepseekV2WeightLoaderMixin
 from torch import nn
 
 from drivetrain.types.weights import TensorSpec, WeightManifest
 from drivetrain_sglang.in_engine import quantised_layers
+from drivetrain_sglang.in_engine.worker import Worker
 from drivetrain_weight_sync.tensors.block_quantisation import quantise_blocks
+from drivetrain_weight_sync.tracing.derived_tensors import Derived
 from drivetrain_weight_sync.tracing.traced_target import TracedTarget
 
 WIDTH, EXPERTS = 256, 3
@@ -149,3 +152,102 @@ def test_an_update_makes_what_a_fresh_load_makes(kind: str, monkeypatch: pytest.
             assert torch.equal(values.float(), got[name].float()), name
     now = dict(model.named_parameters())
     assert all(now[name] is own for name, own in objects.items()), "CUDA graphs look where the old ones are"
+
+
+class Attention(nn.Module):
+    """A projection that SGLang keeps also in halves, for attention in the compressed space."""
+
+    w_kc: torch.Tensor
+    w_vc: torch.Tensor
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kv_b_proj = made(kind).layer
+        self.qk_nope_head_dim = self.v_head_dim = 128
+        self.w_kc = self.w_vc = None  # type: ignore[assignment]
+        self.w_scale = 1.0
+
+
+class DeepSeek(DeepseekV2WeightLoaderMixin, nn.Module):
+    """Two layers' projections, with SGLang's own step after loading."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        layers = [nn.ModuleDict({"self_attn": Attention(kind)}) for _ in range(2)]
+        for layer in layers:
+            layer.self_attn = layer["self_attn"]
+        self.model = nn.Module()
+        self.model.layers = nn.ModuleList(layers)
+        self.model.start_layer, self.model.end_layer = 0, len(layers)
+        self.config = SimpleNamespace(num_hidden_layers=len(layers), architectures=["DeepseekV3ForCausalLM"])
+        self.quant_config = self.attentions()[0].kv_b_proj.quant_method.quant_config
+
+    def attentions(self) -> list[Attention]:
+        return [layer["self_attn"] for layer in self.model.layers]
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            number, _, of = name.partition(".")
+            part = self.attentions()[int(number)].kv_b_proj
+            (part.weight if of == "weight" else part.weight_scale_inv).data.copy_(tensor)
+        self.post_load_weights()
+
+    def convert(self) -> None:
+        for attention in self.attentions():
+            attention.kv_b_proj.quant_method.process_weights_after_loading(attention.kv_b_proj)
+
+
+class OfModel(Worker):
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    @property
+    def model(self) -> nn.Module:
+        return self._model
+
+
+def as_checkpoint(kind: str, pushed: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return what SGLang's checkpoint would hold."""
+    if kind != "in blocks":
+        return pushed
+    made: dict[str, torch.Tensor] = {}
+    for name, tensor in pushed.items():
+        made[name], made[name.replace("weight", "scale")] = quantise_blocks(tensor)
+    return made
+
+
+@pytest.mark.parametrize("kind", ["per tensor", "per channel", "in blocks"])
+def test_what_is_derived_before_the_quantisation_is_that_of_a_fresh_load(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sglang_torch_cpu_fp8.use()
+    monkeypatch.setattr(fp8, "get_parallel", lambda: SimpleNamespace(tp_size=1))
+    specs = tuple(TensorSpec(f"{number}.weight", "bfloat16", (2 * WIDTH, WIDTH)) for number in range(2))
+
+    def draw() -> dict[str, torch.Tensor]:
+        return {spec.name: torch.randn(spec.shape).bfloat16() for spec in specs}
+
+    model = DeepSeek(kind)
+    quantised_layers.record(model)
+    model.load_weights(as_checkpoint(kind, draw()).items())
+    model.convert()
+    halves = [(attention.w_kc, attention.w_vc) for attention in model.attentions()]
+    worker = OfModel(model)
+    parts = quantised_layers.quantised_layers(model, torch.bfloat16, worker.load_weights)
+    target = TracedTarget(worker.load_weights, WeightManifest(specs, {}), converted=parts, model=model)
+    target.derived = Derived(worker.after_loading(), target.storages, parts=parts)
+    for _ in range(2):
+        pushed = draw()
+        target.begin()
+        target.load(pushed.items())
+        target.finish()
+        fresh = DeepSeek(kind)
+        fresh.load_weights(as_checkpoint(kind, pushed).items())
+        fresh.convert()
+        for one, other, held in zip(model.attentions(), fresh.attentions(), halves, strict=True):
+            assert one.w_kc is held[0], "CUDA graphs look where the old one is"
+            assert one.w_vc is held[1]
+            assert torch.equal(one.w_kc.float(), other.w_kc.float())
+            assert torch.equal(one.w_vc.float(), other.w_vc.float())
+            assert one.w_scale == other.w_scale
+            assert torch.equal(one.kv_b_proj.weight.float(), other.kv_b_proj.weight.float())

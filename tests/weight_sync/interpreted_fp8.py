@@ -31,6 +31,7 @@ from drivetrain_weight_sync.copying.fp8_kernel import quantise_groups
 from drivetrain_weight_sync.receiver.cpu_sleep import HostMemory
 from drivetrain_weight_sync.tensors.block_quantisation import quantise_blocks
 from drivetrain_weight_sync.tracing import fp8_layers, traced_target
+from drivetrain_weight_sync.tracing.derived_tensors import AfterLoading, Derived
 from drivetrain_weight_sync.tracing.fp8_layers import is_same
 from drivetrain_weight_sync.tracing.quantised_parts import LayerForm, QuantisedParts
 from drivetrain_weight_sync.tracing.traced_target import TracedTarget
@@ -102,6 +103,8 @@ class Layer(nn.Module):
         self.weight = nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16))
         self.bias = nn.Parameter(torch.zeros(shape[-2], dtype=torch.bfloat16))
         self.quantise = quantise
+        self.derived = torch.zeros(math.prod(shape), dtype=torch.bfloat16)
+        """A copy of the weight as it was loaded, if the engine takes a step for it."""
 
 
 class Engine:
@@ -123,6 +126,10 @@ class Engine:
         quantised, scale = layer.quantise(layer.weight.data)
         layer.weight = nn.Parameter(quantised, requires_grad=False)
         layer.weight_scale = nn.Parameter(scale, requires_grad=False)
+
+    def derive(self) -> None:
+        """Derive a tensor before the conversion, as SGLang's models with MLA do."""
+        self.fused.derived = self.fused.weight.view(-1).clone()
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         begins = {"q": (0, self.rows), "k": (self.rows, self.rows + 2)}
@@ -184,17 +191,23 @@ class WrongForPieces(Kernel):
 class Target(TracedTarget):
     """Notes what was done before each update, and that no trial changed a parameter."""
 
-    def __init__(self, engine: Engine, manifest: WeightManifest, kernel: Kernel) -> None:
+    def __init__(self, engine: Engine, manifest: WeightManifest, kernel: Kernel, *, derives: bool) -> None:
         super().__init__(engine.load_weights, manifest, split=True, converted=engine.parts, at_once=True)
         self.engine, self.kernel = engine, kernel
         self.steps = 0
+        if derives:
+            step = AfterLoading("fused", engine.model, engine.derive, before_conversion=True)
+            self.derived = Derived([step], self.storages, parts=engine.parts)
+
+    def _held(self) -> list[tuple[int, torch.Tensor]]:
+        return [(id(own), own.clone()) for own in (*self.engine.model.parameters(), self.engine.fused.derived)]
 
     def get_ready(self) -> bool:
-        before = [(id(own), own.clone()) for own in self.engine.model.parameters()]
+        before = self._held()
         known = len(self._fp8_layers.known)
         is_ready = super().get_ready()
         assert len(self._fp8_layers.known) <= known + 1, "requests are served between layers"
-        now = [(id(own), own.clone()) for own in self.engine.model.parameters()]
+        now = self._held()
         for (one, values), (other, others) in zip(before, now, strict=True):
             assert one == other
             assert is_same(values, others)
@@ -244,18 +257,20 @@ def try_engine(
     columns: int = 2560,
     of_others: int = 0,
     at_odd_word: bool = False,
+    derives: bool = False,
 ) -> None:
     """Push four times, with a sleep before the last; other ranks hold the last rows of q.
 
     Args:
         by_engine: Layers of the two that the engine's own code converts in each push.
+        derives: The engine derives a tensor from the fused layer before it converts the layer.
     """
     engine, held_by_trainer = Engine(quantise, of_experts, rows, columns), manifest(rows, columns, of_others)
     kernel = fp8_kernel.quantise_groups = kernels(quantise_groups)
-    target = Target(engine, held_by_trainer, kernel)
+    target = Target(engine, held_by_trainer, kernel, derives=derives)
     receiver = Receiver(target)
     pushed = {spec.name: zeros(spec.shape, at_odd_word=at_odd_word) for spec in held_by_trainer.tensors}
-    held = [*engine.model.parameters()]
+    held = [*engine.model.parameters(), engine.fused.derived]
     converted = engine.conversions
     with read_in_place(None):
         push_in_process(receiver, held_by_trainer, pushed)
@@ -285,8 +300,11 @@ def try_engine(
             assert target.conversions_before == tried, "what was found is kept"
         tried = engine.conversions
         require_right(engine, pushed, push)
+        if derives:
+            assert torch.equal(engine.fused.derived, torch.cat([pushed["q"][:rows], pushed["k"]]).view(-1))
     assert target.steps > 4, "requests are served between trials"
-    assert [id(one) for one in engine.model.parameters()] == [id(one) for one in held]
+    now = [*engine.model.parameters(), engine.fused.derived]
+    assert [id(one) for one in now] == [id(one) for one in held]
     for name in ("k", "up.1"):
         with pytest.raises(WeightVerifyFailed) as failed:
             push_in_process(receiver, held_by_trainer, pushed, spoil=name)
@@ -304,6 +322,7 @@ def main() -> None:
         try_engine(quantise_blocks, quantise_blocks, rows=128, columns=128, at_odd_word=True)
         try_engine(by_biased_tensors, by_biased_tensors, by_engine=2)
         try_engine(transposed(by_rows), by_tensors, kernels=WrongForPieces, by_engine=1)
+        try_engine(transposed(by_rows), by_tensors, by_engine=1, derives=True)
         try_engine(quantise_blocks, quantise_blocks, memory_from_push=2, rows=128, columns=128)
     tensors = {name: (3 * torch.randn(3, 4100)).to(torch.bfloat16) for name in ("one", "other")}
     into = [torch.empty(3, 4100, dtype=FP8) for _ in tensors]

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from drivetrain.errors import WeightSyncError, WeightTransferFailed
 from drivetrain.types.weights import TensorSpec, WeightManifest
 from drivetrain_weight_sync.tracing.derived_tensors import AfterLoading, Derived, casts_of_weights
+from drivetrain_weight_sync.tracing.quantised_parts import LayerForm, QuantisedParts
 from drivetrain_weight_sync.tracing.traced_target import TracedTarget
 
 SPECS = WeightManifest((TensorSpec("proj", "float32", (4, 3)), TensorSpec("norm", "float32", (3,))))
@@ -203,3 +204,149 @@ def test_a_cast_that_a_module_keeps_of_its_weight_follows_an_update(used_before:
     torch.testing.assert_close(gate(hidden), nn.functional.linear(hidden, gate.weight.float()))
     assert held is None or gate._weight_fp32 is held, "a CUDA graph knows the old address"
     assert torch.equal(gate.table, table)
+
+
+class Projection(nn.Module):
+    """Converted to eight bits, transposed, with a scale for each row."""
+
+    weight: torch.Tensor
+    scale: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 3), requires_grad=False)
+
+
+class Attention(nn.Module):
+    """Keeps the halves of its projection, which a model takes from the loaded weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = Projection()
+        self.lower: torch.Tensor | None = None
+        self.upper: torch.Tensor | None = None
+        self.factor: torch.Tensor | float = 1.0
+
+
+class Quantising(nn.Module):
+    """Takes its step after loading before it converts, as SGLang's models with MLA do."""
+
+    def __init__(self, *, from_eight_bits: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Attention(), Attention()])
+        self.from_eight_bits = from_eight_bits
+        forms: dict[nn.Module, LayerForm] = {part: LayerForm.of(part) for part in self.projections()}
+        loaded: dict[nn.Module, LayerForm] | None = None
+        if from_eight_bits:
+            for part in self.projections():
+                self.quantise(part)
+            loaded = {part: LayerForm.of(part) for part in self.projections()}
+        self.after_loading()
+        for part in self.projections():
+            self.convert(part)
+        quantise = self.quantise if from_eight_bits else None
+        self.parts = QuantisedParts(forms, self.convert, self.load_weights, quantise=quantise, loaded=loaded)
+
+    def attentions(self) -> list[Attention]:
+        return [layer for layer in self.layers if isinstance(layer, Attention)]
+
+    def projections(self) -> list[Projection]:
+        return [attention.proj for attention in self.attentions()]
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            self.projections()[int(name)].weight.data.copy_(tensor)
+
+    def after_loading(self) -> None:
+        for attention in self.attentions():
+            weight = attention.proj.weight
+            if weight.dtype == torch.int8:
+                weight = weight * attention.proj.scale
+            lower, upper = weight.view(2, 2, 3)
+            attention.lower = lower.T.contiguous().T
+            attention.upper = upper.clone() if attention.upper is None else attention.upper.copy_(upper)
+
+    def quantise(self, part: nn.Module) -> None:
+        assert isinstance(part, Projection)
+        scale = part.weight.abs().amax(1, keepdim=True) / 127
+        quantised = (part.weight / scale).round().to(torch.int8)
+        part.weight = nn.Parameter(quantised, requires_grad=False)
+        part.scale = nn.Parameter(scale, requires_grad=False)
+
+    def convert(self, part: nn.Module) -> None:
+        assert isinstance(part, Projection)
+        if not self.from_eight_bits:
+            self.quantise(part)
+        part.weight = nn.Parameter(part.weight.T, requires_grad=False)
+
+    def derived(self) -> list[torch.Tensor | None]:
+        return [half for attention in self.attentions() for half in (attention.lower, attention.upper)]
+
+
+def traced(model: Quantising, compute: Callable[[], object] | None = None) -> TracedTarget:
+    specs = WeightManifest(tuple(TensorSpec(str(number), "float32", (4, 3)) for number in range(2)))
+    target = TracedTarget(model.load_weights, specs, converted=model.parts, model=model)
+    step = AfterLoading("the model", model, compute or model.after_loading, before_conversion=True)
+    target.derived = Derived([step], target.storages, parts=model.parts)
+    return target
+
+
+@pytest.mark.parametrize("from_eight_bits", [False, True])
+def test_a_step_before_the_conversion_reads_layers_as_they_were_loaded(from_eight_bits: bool) -> None:
+    model = Quantising(from_eight_bits=from_eight_bits)
+    before = [None if half is None else (half, half.clone()) for half in model.derived()]
+    target = traced(model)
+    assert all(half is not None and torch.equal(*half) for half in before), "an engine that serves reads them"
+    for _ in range(2):
+        pushed = [torch.randn(4, 3) for _ in range(2)]
+        target.begin()
+        target.load((str(number), tensor) for number, tensor in enumerate(pushed))
+        target.finish()
+        for attention, tensor in zip(model.attentions(), pushed, strict=True):
+            loaded = Projection()
+            loaded.weight = nn.Parameter(tensor, requires_grad=False)
+            if from_eight_bits:
+                model.quantise(loaded)
+                tensor = loaded.weight * loaded.scale
+            assert attention.lower is not None
+            assert attention.upper is not None
+            assert torch.equal(attention.lower, tensor[:2])
+            assert torch.equal(attention.upper, tensor[2:])
+    now = model.derived()
+    assert all(half is not None and one is half[0] for one, half in zip(now, before, strict=True))
+    assert [part.weight.dtype for part in model.projections()] == 2 * [torch.int8]
+    assert not model.parts.loaded, "only an update needs the memory"
+
+
+def test_a_layer_that_an_update_does_not_bring_keeps_what_was_derived() -> None:
+    model = Quantising()
+    target = traced(model)
+    kept = [half.clone() for half in model.derived()[:2] if half is not None]
+    pushed = torch.randn(4, 3)
+    target.begin()
+    target.load([("1", pushed)])
+    target.finish()
+    lower, upper, *_ = model.derived()
+    assert lower is not None
+    assert upper is not None
+    assert torch.equal(lower, kept[0])
+    assert torch.equal(upper, kept[1])
+    now = model.attentions()[1].upper
+    assert now is not None
+    assert torch.equal(now, pushed[2:])
+
+
+def test_a_step_that_needs_values_of_unconverted_layers_is_refused_and_undone() -> None:
+    model = Quantising()
+    before = [half.clone() for half in model.derived() if half is not None]
+
+    def scales() -> None:
+        model.after_loading()
+        for attention in model.attentions():
+            attention.factor = attention.proj.weight.abs().amax()
+
+    with pytest.raises(WeightSyncError, match="step of the model fails when repeated"):
+        traced(model, scales)
+    assert [attention.factor for attention in model.attentions()] == [1.0, 1.0]
+    assert all(torch.equal(one, half) for one, half in zip(before, model.derived(), strict=True) if half is not None)
+    assert [part.weight.dtype for part in model.projections()] == 2 * [torch.int8]

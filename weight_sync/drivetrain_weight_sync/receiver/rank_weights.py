@@ -141,7 +141,7 @@ class RankWeights(ABC):
             require_as_stored(target, self.folder)
             require_converted_alike(target, self.folder)
         steps = [*self.after_loading(), *casts_of_weights(self.model)]
-        target.derived = Derived(steps, target.storages, self.cache())
+        target.derived = Derived(steps, target.storages, self.cache(), target.converter)
         return target
 
     def _have_receiver(self) -> None:
@@ -151,7 +151,7 @@ class RankWeights(ABC):
             _ = self.receiver
 
     def after_loading(self) -> Iterable[AfterLoading]:
-        """Return steps that the engine takes after loading, module by module, after those of quantisation."""
+        """Return steps that the engine takes after loading, module by module."""
         return ()
 
     def cache(self) -> Iterable[torch.UntypedStorage]:

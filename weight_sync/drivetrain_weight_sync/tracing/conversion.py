@@ -47,6 +47,8 @@ class Conversion:
         self._memory = memory
         self._device = memory.device
         self._launches = 0
+        self._loaded: dict[nn.Module, dict[str, torch.Tensor]] = {}
+        """Kept parts as the last run of the engine's code loaded them; a graph fills the tensors of its capture."""
         self._graph: torch.cuda.CUDAGraph | None = None
         self._is_captured = memory.is_cuda
         """True if a graph is captured at the second launch."""
@@ -92,6 +94,7 @@ class Conversion:
                 self._is_captured = False
         else:
             self._enqueue()
+        self._parts.loaded |= self._loaded
         return Launched(self._order, self.names, self._ends, self._result, self._device)
 
     def _replay(self) -> None:
@@ -118,6 +121,7 @@ class Conversion:
                 for part, batch in self._filled.items():
                     with self._parts.anew(part, self._memory):
                         batch.enqueue()
+            self._loaded = {part: self._parts.loaded[part] for part in self._filled if part in self._parts.kept}
         torch.index_select(self._found, 1, self._taken, out=self._sums)
         if self._result is not self._sums:
             self._result.copy_(self._sums, non_blocking=True)

@@ -6,7 +6,8 @@ the old addresses, which CUDA graphs refer to.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from drivetrain.errors import WeightSyncError, WeightTransferFailed
 from drivetrain_weight_sync.tensors.storages import storage_of
 from drivetrain_weight_sync.tracing.operations import tensors_in, written_to
+from drivetrain_weight_sync.tracing.quantised_parts import QuantisedParts
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,8 @@ class AfterLoading:
     """The module whose tensors, submodules included, the step may change."""
     compute: Callable[[], object]
     """Runs the step; must be repeatable."""
+    before_conversion: bool = False
+    """True if the engine takes the step before it converts layers, so that it reads them as they were loaded."""
 
 
 def casts_of_weights(model: nn.Module) -> Iterator[AfterLoading]:
@@ -80,6 +84,7 @@ class Derived:
         steps: Every step is run once here; steps that do not read weights are dropped.
         weights: Storages that updates fill.
         cache: Storages of the KV cache. No step may write to them, and they are too large to copy.
+        parts: Layers that the engine converts. Those that a step reads before their conversion are marked as kept.
 
     Raises:
         WeightSyncError: the repeated step gave other values, wrote to weights, or failed; everything was restored.
@@ -90,9 +95,11 @@ class Derived:
         steps: Iterable[AfterLoading],
         weights: Iterable[torch.UntypedStorage],
         cache: Iterable[torch.UntypedStorage] = (),
+        parts: QuantisedParts | None = None,
     ) -> None:
         of_weights, of_cache = (frozenset(storage._cdata for storage in some) for some in (weights, cache))
-        self._steps = [step for step in steps if _looks_at(step, of_weights, of_cache)]
+        self._parts = parts
+        self._steps = [step for step in steps if _looks_at(step, of_weights, of_cache, parts)]
 
     def refresh(self) -> bool:
         """Run every step on the current weights; return whether there was any.
@@ -101,18 +108,55 @@ class Derived:
             WeightTransferFailed: a tensor's shape or layout changed.
         """
         for step in self._steps:
-            _take(step)
+            with _layers_of(step, self._parts, set() if self._parts is None else self._parts.kept):
+                _take(step)
+        if self._parts is not None:
+            self._parts.forget_loaded()
         return bool(self._steps)
 
 
-def _looks_at(step: AfterLoading, weights: Set[int], cache: Set[int]) -> bool:
-    """Return whether a step reads weights, after running it and checking that it repeats its values."""
+@contextmanager
+def _layers_of(
+    step: AfterLoading, parts: QuantisedParts | None, layers: Collection[nn.Module] | None
+) -> Iterator[None]:
+    """Show a step that precedes the conversion its layers as they were loaded; results of those not loaded stay."""
+    if parts is None or not step.before_conversion or layers == set():
+        yield
+        return
+    with parts.before_conversion(layers), _CopiesNoMeta():  # type: ignore[no-untyped-call]
+        yield
+
+
+class _CopiesNoMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Skips copies from meta tensors, which have no values, to others of their form."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.copy_.default and args[1].is_meta and not args[0].is_meta:
+            if (args[0].shape, args[0].dtype) != (args[1].shape, args[1].dtype):
+                raise WeightTransferFailed(f"a tensor of {_form(args[1])} would be copied to one of {_form(args[0])}")
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def _form(tensor: torch.Tensor) -> str:
+    return f"{tuple(tensor.shape)} of {tensor.dtype}"
+
+
+def _looks_at(step: AfterLoading, weights: Set[int], cache: Set[int], parts: QuantisedParts | None) -> bool:
+    """Return whether a step reads weights, after running it and checking that it repeats its values.
+
+    Layers that it reads before their conversion are not checked: their loaded values are gone.
+    """
     held = _held(step.module)
+    attributes = [(owner, dict(vars(owner))) for owner in _owners(step.module)]
+    unconverted = {} if parts is None or not step.before_conversion else parts.storages_before_conversion()
     # Weights and cache are too large to copy, and steps must not write to them.
     values = {place: one.tensor.clone() for place, one in held.items() if storage_of(one.tensor) not in weights | cache}
-    looks = _Looks(weights, cache)
+    looks = _Looks(weights | unconverted.keys(), cache)
     try:
-        with looks:
+        with _layers_of(step, parts, None), looks:
             _take(step)
         after = _held(step.module)
         same = all(_equal(value, after[place].tensor) for place, value in values.items())
@@ -120,6 +164,10 @@ def _looks_at(step: AfterLoading, weights: Set[int], cache: Set[int]) -> bool:
     except Exception as error:
         same, why = False, f"fails when repeated ({type(error).__name__}: {error})"
     if not same:
+        for owner, before in attributes:
+            for name in vars(owner).keys() - before.keys():
+                del vars(owner)[name]
+            vars(owner).update(before)
         for one in held.values():
             one.put()
         for place, value in values.items():
@@ -127,7 +175,9 @@ def _looks_at(step: AfterLoading, weights: Set[int], cache: Set[int]) -> bool:
         raise WeightSyncError(
             f"the engine's post-loading step of {step.name} {why}, which weight sync does not support yet"
         )
-    return looks.found
+    if parts is not None:
+        parts.kept |= {unconverted[storage] for storage in looks.read & unconverted.keys()}
+    return bool(looks.read)
 
 
 class _Looks(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -137,7 +187,8 @@ class _Looks(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._weights = weights
         self._kept = weights | cache
-        self.found: bool = False
+        self.read: set[int] = set()
+        """Storages of weights that were read."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -145,7 +196,7 @@ class _Looks(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if _any_of(self._kept, *written_to(func, args, kwargs)):
             if func is not torch.ops.aten.copy_.default or _place(args[0]) != _place(args[1]):  # onto itself
                 raise NotImplementedError(f"{func} would write to weights, or to the cache")
-        self.found = self.found or _any_of(self._weights, args, kwargs)
+        self.read |= self._weights & {storage_of(tensor) for tensor in tensors_in(args, kwargs)}
         return func(*args, **(kwargs or {}))
 
 
@@ -162,12 +213,14 @@ def _take(step: AfterLoading) -> None:
     lost = [place for place in before if place not in after]
     for place, new in after.items():
         old = before.get(place)
+        if old is None and new.tensor.is_meta:
+            lost.append(place)
         if old is None or old.tensor is new.tensor:
             continue
-        if _layout(old.tensor) != _layout(new.tensor):
+        if _layout(old.tensor) != _layout(new.tensor, of=old.tensor):
             lost.append(place)
             continue
-        if old.tensor.data_ptr() != new.tensor.data_ptr():
+        if not new.tensor.is_meta and old.tensor.data_ptr() != new.tensor.data_ptr():
             old.tensor.copy_(new.tensor)
         old.put()
     if lost:
@@ -203,8 +256,10 @@ def _place(tensor: torch.Tensor) -> tuple[object, ...]:
     return tensor.data_ptr(), *_layout(tensor)
 
 
-def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+def _layout(tensor: torch.Tensor, of: torch.Tensor | None = None) -> tuple[object, ...]:
+    """Return the layout of a tensor; a meta tensor that takes the place of another counts as on its device."""
+    device = tensor.device if of is None or not tensor.is_meta else of.device
+    return tensor.shape, tensor.stride(), tensor.dtype, device
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:

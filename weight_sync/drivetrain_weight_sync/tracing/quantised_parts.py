@@ -2,14 +2,15 @@
 
 Their tensors are not copies of the trainer's, so an update cannot copy into them. It fills fresh memory of the form
 that the engine's loader filled, has the engine convert that, and copies the results to the old addresses, which CUDA
-graphs refer to. One layer is converted at a time: the extra memory is that of the largest.
+graphs refer to. One layer is converted at a time: the extra memory is that of the largest. Layers from which the engine
+derives tensors before it converts them are also kept as they were loaded, until the update ends.
 """
 
 from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final, cast
 
@@ -67,11 +68,15 @@ class LayerForm:
 
     def without_kept(self, layer: nn.Module) -> LayerForm:
         """Return the form without the parameters that the layer still has as the same objects."""
-        kept = {
+        return self.without(
             name
             for name, own in self._held.items()
             if (held := own()) is not None and held is layer._parameters.get(name)
-        }
+        )
+
+    def without(self, names: Iterable[str]) -> LayerForm:
+        """Return the form without these parameters, which are kept."""
+        kept = frozenset(names)
         form = LayerForm({}, self.kept | kept)
         form.parameters = {name: own for name, own in self.parameters.items() if name not in kept}
         form.values = {name: values for name, values in self.values.items() if name not in kept}
@@ -102,8 +107,10 @@ class QuantisedParts:
 
     Args:
         forms: Layers as they were before the conversion; unchanged ones are left out.
-        convert: Converts a layer whose parameters are of the recorded form, as the engine does after loading.
+        convert: Converts a layer whose parameters are as the engine loads them, as the engine does after loading.
         load_weights: The loader of the engine's model.
+        quantise: Brings a layer from the recorded form to the one that the engine loads; None: they are the same.
+        loaded: Layers as the engine loads them, where that is another form.
     """
 
     def __init__(
@@ -111,8 +118,22 @@ class QuantisedParts:
         forms: Mapping[nn.Module, LayerForm],
         convert: Callable[[nn.Module], object],
         load_weights: LoadWeights,
+        *,
+        quantise: Callable[[nn.Module], object] | None = None,
+        loaded: Mapping[nn.Module, LayerForm] | None = None,
     ) -> None:
         self._forms = {layer: form.without_kept(layer) for layer, form in forms.items() if not form.is_of(layer)}
+        self._loaded_forms = {
+            layer: form.without(of_layer.kept)
+            for layer, of_layer in self._forms.items()
+            if not (form := (loaded or forms)[layer]).is_of(layer)
+        }
+        """Layers whose parameters the engine replaced after loading, as it loads them."""
+        self.kept: set[nn.Module] = set()
+        """Layers that are kept as they were loaded until :meth:`forget_loaded`, beside their converted form."""
+        self.loaded: dict[nn.Module, dict[str, torch.Tensor]] = {}
+        """Parameters of kept layers that were loaded since :meth:`forget_loaded`."""
+        self._quantise = quantise
         self._convert = convert
         self._load_weights = load_weights
         self._places = {
@@ -129,6 +150,31 @@ class QuantisedParts:
             for layer, form in self._forms.items():
                 stack.enter_context(_with_parameters(layer, form.parameters, form.kept))
             yield
+
+    @contextmanager
+    def before_conversion(self, layers: Collection[nn.Module] | None = None) -> Iterator[None]:
+        """Restore, within the context, the parameters of layers as the engine loaded them.
+
+        Those in :attr:`loaded` have their values, others are meta tensors.
+
+        Args:
+            layers: These layers; None: all whose parameters were replaced.
+        """
+        with ExitStack() as stack:
+            for layer in self._loaded_forms if layers is None else layers:
+                form = self._loaded_forms[layer]
+                stack.enter_context(_with_parameters(layer, self.loaded.get(layer, form.parameters), form.kept))
+            yield
+
+    def storages_before_conversion(self) -> dict[int, nn.Module]:
+        """Return the layer of each meta tensor of :meth:`before_conversion`, by its storage."""
+        return {
+            storage_of(own): layer for layer, form in self._loaded_forms.items() for own in form.parameters.values()
+        }
+
+    def forget_loaded(self) -> None:
+        """Free what :attr:`loaded` holds."""
+        self.loaded = {}
 
     def part_of(self, destination: torch.Tensor) -> nn.Module:
         """Return the layer that owns a meta tensor of :meth:`as_loaded`."""
@@ -164,7 +210,7 @@ class QuantisedParts:
         with _Others(part) as others:
             with _with_parameters(part, held, form.kept):
                 yield lambda destination: _same_part(held[self._places[storage_of(destination)][1]], destination)
-                self._convert(part)
+                self._convert_filled(part, keep=part in self.kept)
                 made = {name: own for name, own in part._parameters.items() if own is not None}
             if _forms(made) != _forms(before):
                 raise WeightSyncError(
@@ -175,6 +221,15 @@ class QuantisedParts:
                 if made[name] is not own:
                     own.data.copy_(made[name].data)
             others.take_values()
+
+    def _convert_filled(self, part: nn.Module, *, keep: bool) -> None:
+        if self._quantise is not None:
+            self._quantise(part)
+        if keep:
+            names = self._loaded_forms[part].parameters
+            held = {name: cast("torch.Tensor", part._parameters[name]) for name in names}
+            self.loaded[part] = {name: as_of(own.detach().clone(), own) for name, own in held.items()}
+        self._convert(part)
 
     def form_of(self, part: nn.Module) -> Mapping[str, torch.Tensor]:
         """Return the parameters of a layer's recorded form, as meta tensors."""
@@ -201,7 +256,7 @@ class QuantisedParts:
                 with _with_parameters(part, held, form.kept):
 
                     def convert() -> tuple[dict[str, torch.Tensor], Replaced]:
-                        self._convert(part)
+                        self._convert_filled(part, keep=False)
                         made: dict[str, torch.Tensor] = {
                             name: own for name, own in part._parameters.items() if own is not None
                         }

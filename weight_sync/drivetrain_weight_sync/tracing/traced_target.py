@@ -94,7 +94,8 @@ class TracedTarget:
         self.derived: Derived | None = None
         """Tensors that the engine computes from its weights; recomputed after each update."""
         self._load_weights = load_weights
-        self._converter = converted
+        self.converter = converted
+        """Converts the parts that the engine quantises or repacks."""
         self._parts_of: dict[str, list[nn.Module]] = {}
         """For each tensor that the engine keeps in another form, the modules made from it."""
         self._computed: set[str] = set()
@@ -142,12 +143,12 @@ class TracedTarget:
         """Record the modules of tensors that the loader computes with or the engine converts."""
         for name, copies in recording.copies.items():
             filled = [copy.destination for copy in copies if copy.destination.is_meta]
-            if self._converter is not None and filled:
-                self._parts_of[name] = list(dict.fromkeys(map(self._converter.part_of, filled)))
+            if self.converter is not None and filled:
+                self._parts_of[name] = list(dict.fromkeys(map(self.converter.part_of, filled)))
         holders = _holders(model) if recording.computed else {}
         for name, places in recording.computed.items():
-            if self._converter is not None and any(place.is_meta for place in places):
-                parts: list[nn.Module | None] = list(map(self._converter.part_of, places))
+            if self.converter is not None and any(place.is_meta for place in places):
+                parts: list[nn.Module | None] = list(map(self.converter.part_of, places))
             else:
                 parts = [holders.get(storage_of(place)) for place in places]
                 self._computed.add(name)
@@ -208,6 +209,8 @@ class TracedTarget:
     def begin(self) -> None:
         """Forget the digests of the last update, and every batch if storage has moved since."""
         self._launched = []
+        if self.converter is not None:
+            self.converter.forget_loaded()  # of an update that failed
         addresses = tuple([address() for address in self._addresses_of])
         if addresses != self._addresses:
             self._batches, self._conversions, self._addresses = {}, {}, addresses
@@ -242,26 +245,26 @@ class TracedTarget:
 
     def _convert(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Fill the parts that are made from these tensors, and have the engine convert them."""
-        assert self._converter is not None
+        assert self.converter is not None
         parts = list(dict.fromkeys(part for name in tensors for part in self._parts_of[name]))
         if not self._fills.keys() >= tensors.keys():
-            self._converter.load(parts, tensors)
+            self.converter.load(parts, tensors)
             return
         for part in parts:
-            with self._converter.anew(part) as fresh:
+            with self.converter.anew(part) as fresh:
                 for name in self.converted_parts[part]:
                     whole = tensors[name].contiguous()
                     for copy in self._fills_of(name, part):
                         fresh(copy.destination).copy_(copy.part_of(whole))
 
     def _fills_of(self, name: str, part: nn.Module) -> list[Copy]:
-        assert self._converter is not None
-        return [copy for copy in self._fills[name] if self._converter.part_of(copy.destination) is part]
+        assert self.converter is not None
+        return [copy for copy in self._fills[name] if self.converter.part_of(copy.destination) is part]
 
     def digests_converted(self, tensors: Mapping[str, torch.Tensor], place: Hashable) -> Set[str]:
         """Return the converted tensors that one kernel for each part can copy and digest on a GPU."""
         self._conversions.pop(place, None)
-        converter = self._converter
+        converter = self.converter
         if converter is None or not self._at_once or not self._filled_parts:
             return frozenset()
         pieces: list[Fp8Piece] = []
@@ -313,8 +316,9 @@ class TracedTarget:
 
     @cached_property
     def _fp8_layers(self) -> Fp8Layers:
-        assert self._converter is not None
-        return Fp8Layers(self._converter, self._filled_parts, _at_once)
+        assert self.converter is not None
+        quantised = {part: of for part, of in self._filled_parts.items() if part not in self.converter.kept}
+        return Fp8Layers(self.converter, quantised, _at_once)
 
     def get_ready(self) -> bool:
         """Compile kernels and look for the engine's quantisation of layers, a twentieth of a second per call."""

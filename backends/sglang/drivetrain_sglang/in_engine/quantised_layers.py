@@ -45,7 +45,7 @@ def quantised_layers(model: nn.Module, dtype: torch.dtype, load_weights: LoadWei
     recorded = _RECORDED.get(model, {})
     blocks = {layer: found for layer, form in recorded.items() if (found := _block_scales(layer, form))}
 
-    def convert(layer: nn.Module) -> None:
+    def quantise(layer: nn.Module) -> None:
         method: Any = layer.quant_method
         form = recorded[layer]
         for name, scale in blocks.get(layer, {}).items():
@@ -54,6 +54,9 @@ def quantised_layers(model: nn.Module, dtype: torch.dtype, load_weights: LoadWei
             quantised, scales = quantise_blocks(held.data, method.quant_config.weight_block_size)
             for of, made in ((name, quantised), (scale, scales)):
                 layer.register_parameter(of, cast("nn.Parameter", as_of(made, form.parameters[of])))
+
+    def convert(layer: nn.Module) -> None:
+        method: Any = layer.quant_method
         before = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
         try:
@@ -65,7 +68,7 @@ def quantised_layers(model: nn.Module, dtype: torch.dtype, load_weights: LoadWei
         layer: form.before_quantisation(blocks[layer], dtype) if layer in blocks else form
         for layer, form in recorded.items()
     }
-    return QuantisedParts(forms, convert, load_weights)
+    return QuantisedParts(forms, convert, load_weights, quantise=quantise, loaded=recorded)
 
 
 def _block_scales(layer: nn.Module, form: LayerForm) -> dict[str, str]:

@@ -131,7 +131,8 @@ class Worker(RankWeights):
             # A module's step also runs those of its submodules.
             if compute is not None and not any(not of or name.startswith(f"{of}.") for of in outer):
                 outer.append(name)
-                yield AfterLoading(name or "the model", module, compute)
+                # SGLang takes the step within load_weights, and quantises layers afterwards.
+                yield AfterLoading(name or "the model", module, compute, before_conversion=True)
 
     def converted(self) -> QuantisedParts:
         """Return the layers that SGLang quantised, or packed for its kernels."""
