@@ -196,12 +196,20 @@ def test_an_unknown_ending_is_no_ending() -> None:
         collected.result("v")
 
 
-def experts_in(rows: NDArray[np.int16], **asked: bool) -> translate.Collected:
-    """Return a sample of three prompt tokens and two output tokens, with such rows of SGLang's record."""
+def experts_in(rows: NDArray[np.int16], *, encoded: bool = False, **asked: bool) -> translate.Collected:
+    """Return a sample of three prompt tokens and two output tokens, with such rows of SGLang's record.
+
+    Args:
+        rows: The rows.
+        encoded: They came in base64, as SGLang sends tensors.
+        asked: Fields of the sampling parameters.
+    """
     collected = translate.Collected(
         request(SamplingParams.model_validate(asked)), expert_shape=(3, 1), expert_layers=[1, 2]
     )
-    meta = {"finish_reason": {"type": "length"}, "routed_experts": base64.b64encode(rows.tobytes()).decode()}
+    packed = rows.tobytes()
+    given = base64.b64encode(packed).decode() if encoded else packed
+    meta = {"finish_reason": {"type": "length"}, "routed_experts": given}
     collected.add({"output_ids": [4, 5], "meta_info": meta})
     return collected
 
@@ -215,7 +223,7 @@ def test_experts_are_those_of_the_tokens_that_are_asked_for() -> None:
         ]
         == 2
     )
-    own = experts_in(every[2:], return_routed_experts=True).result("v")
+    own = experts_in(every[2:], encoded=True, return_routed_experts=True).result("v")
     assert (own.routed_experts, own.prompt_routed_experts) == (RoutedExperts.of(every[2:, 1:]), None)
     both = experts_in(every, return_routed_experts=True, return_prompt_routed_experts=True).result("v")
     assert both.routed_experts == RoutedExperts.of(every[2:, 1:])

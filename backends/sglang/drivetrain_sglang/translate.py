@@ -596,10 +596,12 @@ class Collected(CollectedSample):
         Raises:
             EngineInternalError: SGLang recorded none of a token, or of a layer.
         """
-        encoded, start = self._meta.get("routed_experts"), first - _first_with_experts(self.request)
+        given, start = self._meta.get("routed_experts") or b"", first - _first_with_experts(self.request)
         if not count:
             return RoutedExperts()
-        rows = np.frombuffer(base64.b64decode(encoded or ""), dtype=np.int16).reshape(-1, *self._expert_shape)
+        # SGLang encodes what does not come as bytes.
+        packed = given if isinstance(given, bytes) else base64.b64decode(given)
+        rows = np.frombuffer(packed, dtype=np.int16).reshape(-1, *self._expert_shape)
         found = rows[start : start + count, self._expert_layers]
         if len(found) < count or found.min() < 0:
             raise EngineInternalError(

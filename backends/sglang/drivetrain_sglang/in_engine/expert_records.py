@@ -70,12 +70,25 @@ def collect(req: Req, table: torch.Tensor | None) -> None:
     """
     if not req.return_routed_experts:
         return
+    rows = _all_rows(req, table)
+    sent: Any = rows if rows is None or not _is_pickled() else rows.numpy().tobytes()
+    req.routed_experts = sent
+
+
+def _is_pickled() -> bool:
+    """Return whether SGLang's processes exchange pickles: a tensor takes longer to pickle than its bytes."""
+    from sglang.srt.managers import io_struct
+
+    return bool(getattr(io_struct, "_USE_PICKLE_IPC", True))
+
+
+def _all_rows(req: Req, table: torch.Tensor | None) -> torch.Tensor | None:
     parts = [getattr(req, _KEPT, None), None if table is None else _rows(req, table, max(len(req.output_ids), 1))]
     first, last = parts
     if first is not None and last is not None:
         last = last[len(first) :]
     given = [part for part in (first, last) if part is not None]
-    req.routed_experts = torch.cat(given) if given else None
+    return torch.cat(given) if given else None
 
 
 def _recorder() -> Any:
@@ -89,7 +102,7 @@ def _rows(req: Req, table: torch.Tensor, outputs: int) -> torch.Tensor:
     end = len(req.origin_input_ids) + outputs - 1
     slots = table[of_request(req, "req_pool_idx"), req.routed_experts_start_len : end]
     rows: torch.Tensor = _recorder().host_cache.buffer[slots.cpu().long()]
-    # They are pickled twice and encoded on their way to the host; SGLang's own 32 bits would take twice the time.
+    # They are copied a few times on their way to the trainer; SGLang's own 32 bits would take twice the time.
     return rows.to(torch.int16)
 
 
@@ -115,8 +128,7 @@ def _clear(_: None, recorder: Any, *__: Any, **___: Any) -> None:
 def _keep(*, req: Req, req_to_token_pool: Any, **_: Any) -> None:
     """Keep the rows of a request that is retracted: it will be given other slots."""
     if req.return_routed_experts and req.output_ids and _recorder() is not None:
-        collect(req, req_to_token_pool.req_to_token)
-        setattr(req, _KEPT, req.routed_experts)
+        setattr(req, _KEPT, _all_rows(req, req_to_token_pool.req_to_token))
 
 
 def _collect(results: Any, req: Req) -> None:
