@@ -625,7 +625,7 @@ class freezes_requests_to_save(CorrectBackend):
             await self.unfreeze()
 
 
-@mutant("lifecycle/weights_that_are_lost_are_not_saved", says="an engine that is dirty did what it was asked to do")
+@mutant("lifecycle/weights_that_are_lost_are_not_saved", says="weights that are lost are saved")
 class saves_weights_that_are_lost(ServedWeights):
     """Weights can be saved although a sleep has discarded them."""
 
