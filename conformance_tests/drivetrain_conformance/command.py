@@ -111,6 +111,7 @@ def conformance(
     in_ray: Annotated[
         bool, typer.Option("--ray", help="Use each engine through a handle to a Ray actor, on a Ray of this machine.")
     ] = False,
+    fleet: Annotated[bool, typer.Option("--fleet", help="Use fleets of two engines in the place of engines.")] = False,
     require_complete: Annotated[
         bool, typer.Option("--require-complete", help="Fail if any case could not be run here.")
     ] = False,
@@ -216,7 +217,7 @@ def conformance(
     else:
         models = (model, moe_model, vision_model)
         runner = _runner(backend, isolation, engine_fields or [], profile, seed, models, dtype)
-        with _where(runner, remote=remote, in_ray=in_ray, forked=fork_hosts):
+        with _where(runner, remote=remote, in_ray=in_ray, in_fleets=fleet, forked=fork_hosts):
             made = _run(runner, _chosen(group, case), complete=not (group or case), file=report)
         passed = _tell(made, as_json=json, require_complete=require_complete)
     if not passed:
@@ -380,12 +381,20 @@ def _fields(assignments: Sequence[str]) -> dict[str, object]:
     return fields
 
 
-def _where(runner: Runner, *, remote: bool, in_ray: bool, forked: bool) -> AbstractContextManager[object]:
+def _where(
+    runner: Runner, *, remote: bool, in_ray: bool, in_fleets: bool, forked: bool
+) -> AbstractContextManager[object]:
     """Return a context that starts the run's engines in the processes that the options choose."""
     if in_ray and (remote or forked):
         raise InvalidConfig(
             "--ray: Ray starts the engines' processes; leave out --remote and --fork-hosts", field="--ray"
         )
+    if in_fleets and (remote or in_ray):
+        raise InvalidConfig("--fleet: its engines are of this process; leave out --remote and --ray", field="--fleet")
+    if in_fleets:
+        from drivetrain_conformance.harness.fleet_suite import FleetSuite
+
+        runner.suite = FleetSuite(runner.suite)
     if in_ray:
         return _ray_actors(runner)
     return _remote_hosts(runner, forked=forked) if remote else _hosts(runner, forked=forked)

@@ -37,6 +37,16 @@ def test_the_report_says_what_was_run_on_what(report: Path) -> None:
     assert [(case["case"], case["verdict"]) for case in made["cases"]] == [(CASE, "passed")]
 
 
+def test_the_suite_runs_on_fleets(tmp_path: Path) -> None:
+    of_one_engine = "faults/a_host_killed_while_it_generates"
+    cases = [option for case in (CASE, of_one_engine) for option in ("--case", case)]
+    done = drivetrain("conformance", "transformers", "--fleet", *cases, "--report", tmp_path / "fleet.json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    made = json.loads((tmp_path / "fleet.json").read_text())
+    assert made["isolation"] == "fleet"
+    assert [case["verdict"] for case in made["cases"]] == ["passed", "not_run"]
+
+
 @pytest.mark.slow
 def test_the_suite_runs_through_ray_actors(tmp_path: Path) -> None:
     killed = "faults/a_host_killed_while_it_generates"
@@ -62,6 +72,7 @@ def test_a_case_that_fails_ends_in_1_and_says_why() -> None:
         ([], "name a backend"),
         (["nowhere"], "there is no backend named 'nowhere'"),
         (["transformers", "--ray", "--remote"], "leave out --remote and --fork-hosts"),
+        (["transformers", "--fleet", "--remote"], "leave out --remote and --ray"),
         (["--url", "http://127.0.0.1:1", "--isolation", "process", "--seed", "3"], "leave out --isolation, --seed"),
         (["transformers", "--url", "http://127.0.0.1:1"], "leave out BACKEND"),
         (["--mutants", "--remote", "--seed", "3"], "--mutants heeds no --seed, --remote"),

@@ -97,6 +97,8 @@ class Runner:
         return engine
 
     def _judged(self, case: Case) -> tuple[Judgement, BaseException | None]:
+        if reason := self.suite.left_out(case.id):
+            return Judgement(Verdict.NOT_RUN, reason), None
         wanted: Mapping[str, object] = case.config
         kind = case.model
         try:

@@ -59,6 +59,10 @@ class Suite:
         """Return where engines with these fields run, for the report."""
         return self.open_engine(fields).isolation.value
 
+    def left_out(self, case: str) -> str:
+        """Return the reason for which a case, ``group/name``, says nothing about these engines; empty: it is run."""
+        return ""
+
     def own_processes(self) -> frozenset[int]:
         """Return the pids of processes that belong to the suite, such as servers; an engine must leave no others."""
         return frozenset()

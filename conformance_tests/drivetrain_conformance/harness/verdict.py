@@ -31,7 +31,9 @@ class Verdict(Enum):
     KNOWN_FAILURE = "known_failure"
     """Failed in the way that a listed known failure describes."""
     NOT_RUN = "not_run"
-    """The machine lacks hardware that the case needs, or the suite an oracle. Never shown as supported."""
+    """The machine lacks hardware that the case needs, the suite lacks an oracle, or the case says nothing about its
+    engines. Never shown as supported.
+    """
 
     @property
     def is_failure(self) -> bool:
