@@ -12,6 +12,7 @@ from collections.abc import Callable, Coroutine
 import psutil
 import pytest
 
+from cgroups import freezer
 from drivetrain import EngineDied, GenerateRequest, GenerateResult
 from drivetrain.process import HostedBackend
 from drivetrain.process.process_tree import shared_memory_of
@@ -104,6 +105,39 @@ async def test_a_frozen_host(make: Make, ask: Ask) -> None:
     backend = make(heartbeat=1.5)
     pid = await started(backend)
     await dies(backend, lambda: os.kill(pid, signal.SIGSTOP), r"was silent for 1\.\d s .timeouts.heartbeat=1.5", ask)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+async def test_a_host_in_a_frozen_control_group(make: Make, ask: Ask, version: int, hosts: str) -> None:
+    """Version 2 lets a frozen process be killed; version 1 keeps it until it is thawed, and nobody waits for that."""
+    if (version, hosts) == (1, "forked"):
+        pytest.skip("the fork server of the tests keeps a file open until the host has ended")
+    backend = make(heartbeat=1.0)
+    host = psutil.Process(await started(backend))
+    with freezer(version) as group:
+        if group is None:
+            pytest.skip(f"this process may not make a control group of version {version}")
+        waiting = asyncio.create_task(backend.generate(ask("wait")))
+        await asyncio.sleep(0.2)
+        group.freeze(host)
+        kept = "; it was killed, and the kernel does not end it" if version == 1 else ""
+        with pytest.raises(EngineDied, match=rf"was silent for 1\.\d s .timeouts.heartbeat=1.{kept}"):
+            await asyncio.wait_for(waiting, BOUND)
+        assert runs(host) == (version == 1)
+        await backend.close()
+    psutil.wait_procs([host], BOUND)
+    assert not runs(host)
+
+
+async def test_an_engine_whose_child_is_in_a_frozen_control_group(make: Make, ask: Ask) -> None:
+    backend = make("child", heartbeat=1.0)
+    await started(backend)
+    child = (await backend.stats()).kv_cache_bytes
+    with freezer(2) as group:
+        if group is None:
+            pytest.skip("this process may not make a control group of version 2")
+        reason = rf"lost a process that its engine needs: process {child} \(sleep\) has been stopped for 1\.\d s"
+        await dies(backend, lambda: group.freeze(psutil.Process(child)), reason, ask)
 
 
 async def test_a_host_whose_engine_holds_the_interpreter(make: Make, ask: Ask) -> None:

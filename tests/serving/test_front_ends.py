@@ -19,6 +19,7 @@ import pytest
 import pytest_asyncio
 from prometheus_client.parser import text_string_to_metric_families
 
+from cgroups import freezer
 from drivetrain import EngineStartError, InferenceEngine, PauseMode, attach, create_engine
 from drivetrain_serving import Server, ServerConfig, SessionConfig
 from drivetrain_serving.front_ends.calls import FRONT_END, Caller
@@ -353,6 +354,36 @@ async def test_a_front_end_that_is_stopped_keeps_nobody_waiting(model: Path, cap
         assert {answer.status_code for answer in await running.in_each("/v1/completions", **FOUR)} == {200}
         await until_idle(engine)
     assert not running.front_ends()
+
+
+@pytest.mark.parametrize("version", [1, 2])
+async def test_a_front_end_in_a_frozen_control_group_is_replaced(
+    model: Path, caplog: pytest.LogCaptureFixture, version: int
+) -> None:
+    """Version 2 lets a frozen process be killed; version 1 keeps it until it is thawed."""
+    fields = {"model": str(model), "isolation": "inline", "timeouts": {"heartbeat": 1.0}}
+    async with create_engine("transformers", **fields) as engine:
+        with freezer(version) as group:
+            if group is None:
+                pytest.skip(f"this process may not make a control group of version {version}")
+            async with two_processes(engine) as running:
+                path, frozen = min(running.front_ends().items())
+                asking = asyncio.create_task(running.each[0].post("/v1/completions", json=LONG))
+                await until_running(engine, 1)
+                group.freeze(frozen)
+                for _ in range(4):
+                    assert text_of(await running.client.post("/v1/completions", json=FOUR))
+                await until(lambda: running.front_ends().get(path) not in (None, frozen))
+                how = "was killed, and the kernel keeps it" if version == 1 else "ended with status -9"
+                assert f"front-end 0 (process {frozen.pid}) has been stopped for 1 s" in caplog.text
+                assert f"front-end 0 (process {frozen.pid}) {how}" in caplog.text
+                await until_idle(engine)
+                await running.look()
+                assert {answer.status_code for answer in await running.in_each("/v1/completions", **FOUR)} == {200}
+                group.thaw()
+                with pytest.raises(httpx.TransportError):
+                    await asking
+            assert not running.front_ends()
 
 
 async def test_a_front_end_that_is_stopped_for_a_moment_goes_on(

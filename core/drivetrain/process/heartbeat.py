@@ -16,7 +16,8 @@ from typing import Final
 
 import psutil
 
-from drivetrain.process.process_tree import end_own_family, ending
+from drivetrain.process.frozen import is_frozen
+from drivetrain.process.process_tree import end_own_family, ending, runs
 from drivetrain.process.wire import Fatal, Heartbeat, frame
 
 _TICK_S: Final = 0.25
@@ -25,7 +26,7 @@ _TICK_S: Final = 0.25
 class Watch(threading.Thread):
     """Sends a heartbeat every ``period`` seconds over the watch socket, until the process ends.
 
-    A process of the engine that is stopped for longer than ``patience`` seconds counts as lost.
+    A process of the engine that is stopped or frozen for longer than ``patience`` seconds counts as lost.
     """
 
     def __init__(self, watch_socket: socket.socket, period: float, patience: float) -> None:
@@ -116,11 +117,11 @@ class _Needed:
     def look(self, passed: float) -> None:
         """Update the state after ``passed`` more seconds."""
         try:
-            status = self._process.status() if self._process is not None and self._process.is_running() else None
+            self.ended = self._process is None or not runs(self._process)
+            frozen = self._process is not None and not self.ended and is_frozen(self._process)
         except psutil.NoSuchProcess:
-            status = None
-        self.ended = status in (None, psutil.STATUS_ZOMBIE)
-        self.frozen = self.frozen + passed if status == psutil.STATUS_STOPPED else 0.0
+            self.ended, frozen = True, False
+        self.frozen = self.frozen + passed if frozen else 0.0
 
     def __str__(self) -> str:
         how = _how(self._pid) if self.ended else f"has been stopped for {self.frozen:.1f} s"

@@ -27,6 +27,7 @@ import psutil
 
 from drivetrain.backend.toolkit.launcher_variables import without_launcher_variables
 from drivetrain.errors import WireError
+from drivetrain.process.frozen import is_frozen
 from drivetrain.process.host_launcher import launch
 from drivetrain.process.host_log import HostLog
 from drivetrain.process.host_python import cannot_run
@@ -53,7 +54,8 @@ class Ending:
 class HostProcess:
     """A running host process.
 
-    ``on_end`` is called once, from the watching thread, when the host and all its descendants are gone.
+    ``on_end`` is called once, from the watching thread, when the host and all its descendants are gone, or were killed
+    and the kernel keeps them: in a driver, or in a frozen control group of version 1.
 
     Raises:
         EngineStartError: The interpreter ``python`` cannot be run.
@@ -102,7 +104,7 @@ class HostProcess:
         """Record that ``start`` returned: from now on a silent host counts as dead.
 
         Before that, loading a library can hold the interpreter longer than any heartbeat interval. So until then only a
-        stopped process counts as frozen; the start's deadline covers the rest.
+        stopped or frozen process counts as dead; the start's deadline covers the rest.
         """
         self._started.set()
 
@@ -125,7 +127,11 @@ class HostProcess:
             self._watch()
         finally:
             kill_family(self.pid, self._mark, self._shared_memory or ())
-            returncode = self._process.wait()
+            try:
+                how = ending(self._process.wait(_GRACE_S))
+            except subprocess.TimeoutExpired:
+                how = "was killed, and the kernel does not end it"
+                self._verdict = self._verdict and f"{self._verdict}; it {how}"
             shutil.rmtree(self._scratch, ignore_errors=True)
             self._read_log()
             with self._lock:
@@ -133,7 +139,7 @@ class HostProcess:
                 self._watch_socket.close()
                 self._output.close()
             _running.discard(self)
-            self._on_end(Ending(self._verdict or ending(returncode), self.log))
+            self._on_end(Ending(self._verdict or how, self.log))
 
     def _watch(self) -> None:
         """Return when the host ended or must be killed; in the latter case ``_verdict`` holds the reason."""
@@ -193,7 +199,7 @@ class HostProcess:
 
     def _is_stopped(self) -> bool:
         try:
-            return bool(psutil.Process(self.pid).status() == psutil.STATUS_STOPPED)
+            return is_frozen(psutil.Process(self.pid))
         except psutil.NoSuchProcess:
             return False
 

@@ -21,6 +21,7 @@ from drivetrain.backend.toolkit.deadlines import deadline
 from drivetrain.backend.toolkit.owned_folder import OwnedFolder
 from drivetrain.engine.tasks import gather_or_cancel
 from drivetrain.errors import ConnectionLost, DeadlineExceeded, DrivetrainError, EngineStartError
+from drivetrain.process.frozen import is_frozen
 from drivetrain.process.sockets_in_forks import keep_from_forks
 from drivetrain.types.handle import EngineHandle
 from drivetrain_serving.config import ServerConfig
@@ -47,14 +48,14 @@ _STEADY_S: Final = 60.0
 
 
 _LOOK_S: Final = 0.5
-"""Seconds between looks at whether a front-end is stopped."""
+"""Seconds between looks at whether a front-end is stopped or frozen."""
 
 
 class FrontEnds(OtherProcesses):
     """All front-ends of a server, and the application to which they pass requests on.
 
-    It starts one that ends again, and kills one that is stopped for as long as the engine waits for a sign of life: the
-    engine has given up its requests by then.
+    It starts one that ends again, and kills one that is stopped or frozen for as long as the engine waits for a sign of
+    life: the engine has given up its requests by then.
 
     Args:
         config: The server's configuration.
@@ -181,7 +182,7 @@ class _FrontEnd:
         """Sockets of a process that has begun and waits for its settings."""
         self._caller: Caller | None = None
         self._watching: asyncio.Task[None] | None = None
-        """Looks at whether the process is stopped, as long as it runs."""
+        """Looks at whether the process is stopped, until it has ended or was killed."""
         self._before = Counted()
         """Last counts of the processes that have ended."""
         self._told = Counted()
@@ -210,7 +211,7 @@ class _FrontEnd:
         Args:
             settings: Its part of the server.
             owner: Answers its calls.
-            patience: Seconds for which it may be stopped; then it is killed.
+            patience: Seconds for which it may be stopped or frozen; then it is killed.
 
         Raises:
             EngineStartError: it ended, or took too long.
@@ -246,11 +247,9 @@ class _FrontEnd:
         pause, began = _FIRST_PAUSE_S, time.monotonic()
         while True:
             assert self._process is not None
-            status = await self._process.wait()
             _LOGGER.error(
-                "front-end %d (process %d) ended with status %d; its requests and recorded sessions are lost, and it "
-                "is started again",
-                *(self._index, self._process.pid, status),
+                "front-end %d (process %d) %s; its requests and recorded sessions are lost, and it is started again",
+                *(self._index, self._process.pid, await self._ended(self._process)),
             )
             self._forget()
             pause = _FIRST_PAUSE_S if time.monotonic() - began > _STEADY_S else min(4 * pause, _LONGEST_PAUSE_S)
@@ -262,15 +261,26 @@ class _FrontEnd:
             except DrivetrainError as error:
                 _LOGGER.error("%s", error)
 
+    async def _ended(self, process: asyncio.subprocess.Process) -> str:
+        """Wait until a process has ended, or was killed and the kernel does not end it; say which."""
+        ending = asyncio.ensure_future(process.wait())
+        try:
+            if self._watching is not None:
+                await asyncio.wait([ending, self._watching], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([ending], timeout=_END_S)  # the watching ends with the process, or after it killed it
+            return f"ended with status {ending.result()}" if ending.done() else "was killed, and the kernel keeps it"
+        finally:
+            ending.cancel()
+
     async def _kill_if_stopped(self, process: asyncio.subprocess.Process) -> None:
-        """Kill a process that is stopped, and so keeps its clients and other front-ends waiting."""
+        """Kill a process that is stopped or frozen, and so keeps its clients and other front-ends waiting."""
         stopped = 0.0
         with suppress(psutil.NoSuchProcess):  # it has ended
             looked_at = psutil.Process(process.pid)
             while stopped <= self._patience:
                 await asyncio.sleep(_LOOK_S)
                 # Looks are counted, and not the time: this process may have been stopped, too.
-                stopped = stopped + _LOOK_S if looked_at.status() == psutil.STATUS_STOPPED else 0.0
+                stopped = stopped + _LOOK_S if is_frozen(looked_at) else 0.0
             _LOGGER.error(
                 "front-end %d (process %d) has been stopped for %g s (timeouts.heartbeat of the engine) and is killed",
                 *(self._index, process.pid, self._patience),
@@ -330,13 +340,20 @@ class _FrontEnd:
         if self._caller is not None:
             self._caller.close()
             self._caller = None
+        if not await self._ends():
+            _LOGGER.warning("front-end %d did not end within %g s and is killed", self._index, _END_S)
+            self._kill()
+            if not await self._ends():
+                _LOGGER.error("the kernel does not end front-end %d (process %d)", self._index, self._process.pid)
+
+    async def _ends(self) -> bool:
+        assert self._process is not None
         try:
             async with asyncio.timeout(_END_S):
                 await self._process.wait()
         except TimeoutError:
-            _LOGGER.warning("front-end %d did not end within %g s and is killed", self._index, _END_S)
-            self._kill()
-            await self._process.wait()
+            return False
+        return True
 
     def _watch_no_more(self) -> None:
         if self._watching is not None:
