@@ -188,7 +188,8 @@ class ServedEngine:
         if name not in self.adapters:
             path = await asyncio.to_thread(self._in_folder, name)
             if path is None:
-                raise InvalidRequest(f"The model {shown(name)} does not exist.", field="model")
+                served = ", ".join(map(shown, (*self.names, *self.adapters)))
+                raise InvalidRequest(f"The model {shown(name)} does not exist. Served: {served}.", field="model")
             async with self._loading:
                 if name not in self.adapters:
                     await self._load_by_request(name, str(path))

@@ -63,7 +63,7 @@ async def test_openais_client_completes(api: openai.AsyncOpenAI) -> None:
 
 
 async def test_openais_client_reads_the_errors(api: openai.AsyncOpenAI) -> None:
-    with pytest.raises(openai.NotFoundError, match="does not exist"):
+    with pytest.raises(openai.NotFoundError, match=r"The model 'another' does not exist. Served: 'policy'"):
         await api.completions.create(model="another", prompt="a")
     with pytest.raises(openai.BadRequestError, match="temperature") as caught:
         await api.completions.create(model="policy", prompt="a", temperature=-1)
