@@ -16,7 +16,7 @@ from drivetrain.testing import tiny_model
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 ARCHITECTURES = ["qwen2", "qwen3", "llama", "mistral", "gemma2", "gemma3_text", "phi3", "gpt2", "gpt_neox", "opt",
-                 "bloom", "qwen2_moe", "qwen3_moe", "mixtral", "qwen3_next", "granitemoehybrid", "falcon_h1",
+                 "bloom", "qwen2_moe", "qwen3_moe", "mixtral", "gpt_oss", "qwen3_next", "granitemoehybrid", "falcon_h1",
                  "nemotron_h", "lfm2", "mamba2"]  # fmt: skip
 
 TOLERANCES = {"nemotron_h": 5e-3, "qwen3_next": 1e-3}

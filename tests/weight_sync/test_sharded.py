@@ -13,6 +13,7 @@ from tests.weight_sync.receiver_engines import InlineEngine
 from tests.weight_sync.trainer_ranks import Ranks, ranks_of_a_trainer
 
 from drivetrain.errors import InvalidRequest, WeightPlanMismatch, WeightSyncError
+from drivetrain.testing import tiny_model
 from drivetrain_weight_sync import WeightShard, WeightSync
 from drivetrain_weight_sync.shards.inventory import Inventory
 from drivetrain_weight_sync.shards.pieces import own_pieces
@@ -54,6 +55,17 @@ def test_ranks_stage_their_own_shards_where_the_engine_reads_them(ranks: Ranks) 
 def test_the_engine_answers_as_one_that_loaded_the_weights(ranks: Ranks, architecture: str, strategy: str) -> None:
     found, *_ = ranks.run(trainer_ranks.push_to_a_real_engine, architecture, strategy)
     assert found == asyncio.run(_fresh_answer(architecture))
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("strategy", ["in_process", "shared_memory"])
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss"])
+def test_stacks_of_experts_arrive_as_a_load_of_their_files(
+    ranks: Ranks, architecture: str, strategy: str, dim: int
+) -> None:
+    for seed in range(2):
+        tiny_model(architecture, seed=seed)  # otherwise all ranks would make it at once
+    assert ranks.run(trainer_ranks.push_experts, architecture, strategy, dim) == [[]] * SIZE
 
 
 async def _fresh_answer(architecture: str) -> tuple[list[int], list[float]]:

@@ -251,6 +251,37 @@ def push_to_a_real_engine(rank: int, architecture: str, strategy: str) -> tuple[
     return asyncio.run(answer())
 
 
+def push_experts(rank: int, architecture: str, strategy: str, dim: int) -> list[str]:
+    """Push a mixture whose layers are sharded, its stacks of experts along ``dim``; return the tensors that differ.
+
+    The expected tensors are those of a model that transformers loaded from the trainer's checkpoint.
+    """
+    from transformers import AutoModelForCausalLM
+
+    from drivetrain.testing import tiny_model
+
+    async def wrong() -> list[str]:
+        trained: Any = AutoModelForCausalLM.from_pretrained(tiny_model(architecture, seed=1))
+        for layer in trained.base_model.layers:
+            # torch shards other dimensions than the first evenly, and convolutions have a dimension of one.
+            fully_shard(layer, shard_placement_fn=lambda p: Shard(dim if p.ndim == 3 and p.shape[dim] > 1 else 0))
+        fully_shard(trained)
+        assert any(parameter.ndim == 3 and hasattr(parameter, "full_tensor") for parameter in trained.parameters())
+        if rank:
+            async with WeightSync.connect(trained, None) as sync:
+                await sync.push(version="step-1")
+            return []
+        served: Any = AutoModelForCausalLM.from_pretrained(tiny_model(architecture))
+        engine = InlineEngine(served)
+        engine.config = engine.config.model_copy(update={"model": str(tiny_model(architecture))})
+        async with WeightSync.connect(trained, engine, strategy, bucket_bytes=100_000) as sync:
+            await sync.push(version="step-1")
+        loaded: Any = AutoModelForCausalLM.from_pretrained(tiny_model(architecture, seed=1))
+        return differing(loaded.state_dict(), served.state_dict())
+
+    return asyncio.run(wrong())
+
+
 def push_shards(rank: int, shards: Sequence[Mapping[str, WeightShard]], whole: Mapping[str, torch.Tensor]) -> list[str]:
     """Push shards that were cut by hand, each rank its own, by a function; return the tensors that arrived wrong."""
 

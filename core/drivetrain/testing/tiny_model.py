@@ -136,6 +136,20 @@ ARCHITECTURES: Final[Mapping[str, Mapping[str, ConfigValue]]] = MappingProxyType
             "topk_method": "noaux_tc",
             "scoring_func": "sigmoid",
         },
+        "gpt_oss": {
+            **_ALTERNATING,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 256,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+            },
+        },
         "qwen3_next": {
             **_MOE,
             **_FOUR_LAYERS,
@@ -393,7 +407,7 @@ def _write(folder: Path, architecture: str, seed: int, overrides: Mapping[str, C
             model = kind.from_config(config, dtype=torch.float32)
             # Biases start as zeros and norms as ones, so code that forgets one would go unnoticed.
             for parameter in model.parameters():
-                if parameter.ndim == 1:
+                if parameter.ndim == 1 or not parameter.any():
                     parameter.add_(torch.randn_like(parameter), alpha=0.1)
             model = model.to(dtype)
             for part in model.config.sub_configs:  # from_config leaves the parts in their old dtype
