@@ -8,13 +8,16 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from verl.workers.config import CheckpointEngineConfig, HFModelConfig, RolloutConfig
+from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
 from drivetrain import EngineState, InferenceEngine, InvalidConfig, WeightPlanMismatch, attach
 from drivetrain.testing import tiny_model
 from drivetrain_trainers.verl import rollout
 from drivetrain_trainers.verl.engine_server import EngineServer
+from drivetrain_trainers.verl.experts import restacked
 from drivetrain_trainers.verl.rollout import DrivetrainRollout
 
 HANGING = 900.0
@@ -52,7 +55,10 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 def with_a_rank(
-    monkeypatch: pytest.MonkeyPatch, test: Callable[[DrivetrainRollout, EngineServer], Awaitable[None]], dtype: str
+    monkeypatch: pytest.MonkeyPatch,
+    test: Callable[[DrivetrainRollout, EngineServer], Awaitable[None]],
+    dtype: str,
+    path: str = MODEL,
 ) -> None:
     """Run a test with the first rank of a replica and the server of its engine."""
 
@@ -65,7 +71,7 @@ def with_a_rank(
             engine_kwargs={"drivetrain": {"backend": "transformers"}},
             checkpoint_engine=CheckpointEngineConfig(update_weights_bucket_megabytes=1),
         )
-        model = HFModelConfig(path=MODEL, override_config={"attn_implementation": "sdpa"})
+        model = HFModelConfig(path=path, override_config={"attn_implementation": "sdpa"})
         server = EngineServer(config, model, "hybrid")
         await server.start()
         rank = DrivetrainRollout(config, model, None)
@@ -113,6 +119,38 @@ def test_float32_weights_are_rounded_to_the_dtype_of_the_rollout(monkeypatch: py
         assert kept == rounded
 
     with_a_rank(monkeypatch, test, "bfloat16")
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss"])
+def test_experts_arrive_whatever_verl_calls_them(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine is to hold the files that the trainer's weights were loaded from, bit by bit."""
+    trained = tiny_model(architecture, seed=1)
+    module = AutoModelForCausalLM.from_pretrained(trained, dtype=torch.float32)
+
+    async def test(rank: DrivetrainRollout, server: EngineServer) -> None:
+        given = dict(unfuse_moe_params(module.state_dict().items(), architecture))
+        assert given.keys() != module.state_dict().keys() or architecture == "gpt_oss"
+        await rank.update_weights(iter(Gather(given)), global_steps=1)
+        for name, tensor in load_file(trained / "model.safetensors").items():
+            held = (await server.engine.get_weights_by_name(name)).data
+            assert held == tensor.contiguous().view(torch.uint8).numpy().tobytes(), name
+
+    with_a_rank(monkeypatch, test, "float32", str(tiny_model(architecture)))
+
+
+def test_experts_that_verl_has_split_are_stacked_again() -> None:
+    experts = "model.layers.0.mlp.experts"
+    given = {
+        f"{experts}.gate_up_proj": torch.randn(3, 10, 4),
+        f"{experts}.down_proj": torch.randn(3, 4, 5),
+        "model.layers.0.mlp.gate.weight": torch.randn(3, 4),
+        "model.layers.1.mlp.experts.gate_up_proj": torch.randn(3, 10, 4),
+    }
+    split = dict(unfuse_moe_params(iter(given.items())))
+    assert dict(restacked(iter(split.items()), split.keys())) == split
+    again = dict(restacked(iter(split.items()), given.keys()))
+    assert list(again) == list(given)
+    assert all(torch.equal(again[name], tensor) for name, tensor in given.items())
 
 
 def test_without_a_step_the_version_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.types.capability import Capability
+from drivetrain_trainers.verl.experts import restacked
 from drivetrain_weight_sync import Strategy, WeightSync
 from drivetrain_weight_sync.transports.cuda_ipc import can_map
 from drivetrain_weight_sync.transports.threads import in_thread
@@ -36,6 +37,8 @@ class Pusher:
         self.engine = engine
         self._name = name
         self._weights: Pairs = iter(())
+        self._known: frozenset[str] | None = None
+        """Names of the engine's tensors, with their aliases, once it was asked."""
         cuda = torch.cuda.is_available()
         self._sync = WeightSync.connect(
             lambda: self._weights,
@@ -49,7 +52,10 @@ class Pusher:
 
     async def push(self, weights: Pairs, step: int | None) -> None:
         """Push; the version is the trainer's step, or unchanged if verl names none."""
-        self._weights = weights
+        if self._known is None:
+            manifest = await self.engine.weight_manifest()
+            self._known = frozenset({spec.name for spec in manifest.tensors} | manifest.aliases.keys())
+        self._weights = restacked(weights, self._known)
         result = await self._sync.push(version=self.engine.get_weight_version() if step is None else str(step))
         _logger.info(
             "%s has version %s: %d tensors, %d bytes by %s in %.0f ms, paused for %.0f ms",
