@@ -31,6 +31,8 @@ EXPERIMENTAL = {
     "fully_async": "verl.experimental.fully_async_policy.fully_async_main",
 }
 """verl's experimental trainers, whose engines have GPUs of their own."""
+PATIENCE = {"RAY_raylet_start_wait_time_s": "300", "RAY_agent_register_timeout_ms": "300000"}
+"""Ray's deadlines for its own start. The default ones pass on a busy machine."""
 TOLERANCE = 1e-3
 """Largest mean difference between probabilities of engine and trainer, both in float32."""
 LORA_TOLERANCE = 1e-2
@@ -165,7 +167,7 @@ def arguments(given: argparse.Namespace, work: Path, model: str) -> Iterator[str
 
 def environment(given: argparse.Namespace, work: Path) -> dict[str, str]:
     """Return the environment of verl's processes."""
-    made = {**os.environ, "VERL_FILE_LOGGER_PATH": f"{work}/metrics.jsonl", "HF_HUB_OFFLINE": "1"}
+    made = {**PATIENCE, **os.environ, "VERL_FILE_LOGGER_PATH": f"{work}/metrics.jsonl", "HF_HUB_OFFLINE": "1"}
     if given.device == "cpu":
         made |= {"VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda"}
     return made
