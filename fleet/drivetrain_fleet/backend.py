@@ -56,10 +56,11 @@ from drivetrain_fleet.agreement import (
 from drivetrain_fleet.broadcast_groups import BroadcastGroups
 from drivetrain_fleet.control import FleetAdapter, FleetControl
 from drivetrain_fleet.failover import Failover
+from drivetrain_fleet.fleet_weights import most_common, weights_of
 from drivetrain_fleet.members import PATIENCE, Member, Members, described, named, no_member, on_each, require_some
 from drivetrain_fleet.routing import Router, RoutingPolicy
 from drivetrain_fleet.sending import Sending
-from drivetrain_fleet.updates import FleetUpdates, FleetWeights
+from drivetrain_fleet.updates import FleetUpdates
 
 _T = TypeVar("_T")
 
@@ -169,11 +170,13 @@ class FleetBackend(Backend):
         self._facts = {member.name: await self._facts_of(member.engine) for member in members}
         require_agreement(self._facts)
         # Weights of an update that was not committed are of no version, and no measure for the other engines.
-        committed = [member for member in members if member.engine.status.weights is WeightState.CLEAN]
-        first = (committed or members)[0]
-        self.updates.serve(FleetWeights(first.engine.get_weight_version(), _source_of(first.engine)))
+        committed = [member for member in members if member.engine.status.weights is WeightState.CLEAN] or members
+        found = [weights_of(member.engine) for member in committed]
+        measure = most_common(found)
+        self.updates.serve(found[measure])
         for member in members:
-            self._enter(member, known=member is first)
+            self._enter(member, known=member is committed[measure])
+        await self.control.align_all()
         self.counts_resumed_tokens = all(member.counts_resumed_tokens for member in members)
         self._model = fleet_model([member.engine.model_info for member in members])
         return replace(self._model, weight_version=self.updates.weights.version)
@@ -193,6 +196,8 @@ class FleetBackend(Backend):
                 f"{name} is {engine.status.describe()}; a fleet takes engines that are open or were not started",
                 state=engine.state.value,
             )
+        else:
+            await _update_ended(engine, tell)
 
     @staticmethod
     async def _facts_of(engine: InferenceEngine) -> Facts:
@@ -200,17 +205,16 @@ class FleetBackend(Backend):
 
     def _enter(self, member: Member, *, known: bool = False) -> None:
         """Let a started engine's member take requests, if its weights are known to be the fleet's."""
-        engine, weights = member.engine, self.updates.weights
-        version, source = engine.get_weight_version(), _source_of(engine)
+        engine, weights, has = member.engine, self.updates.weights, weights_of(member.engine)
         stale = ""
         if engine.status.weights is WeightState.DIRTY:
             stale = f"its weights are dirty: {engine.status.why}"
-        elif not known and (source is None or (version, source) != (weights.version, weights.source)):
+        elif not known and not has.known_as(weights):
             stale = (
-                f"it joined with the version {version!r} of {source or 'unknown origin'}; the fleet serves "
-                f"{weights.version!r} of {weights.source or 'a push'}"
+                f"it joined with the version {has.version!r} of {has.origin}; the fleet serves {weights.version!r} of "
+                f"{weights.origin}"
             )
-        member.move_to(member.status.start(version, stale=stale))
+        member.move_to(member.status.start(has.version, engine.parts.weights.update_id, stale=stale))
         member.watch()
 
     async def start_member(self, name: str, engine: InferenceEngine, report: Callable[[str], None]) -> Member:
@@ -399,7 +403,7 @@ class FleetBackend(Backend):
     async def _as_version(self, version: str, change: Awaitable[None]) -> None:
         """Serve the weights as another version if a change of the engines succeeds."""
         before = self.updates.weights
-        self.updates.serve(FleetWeights(version, before.source))
+        self.updates.serve(replace(before, version=version))
         try:
             await change
         except BaseException:
@@ -433,14 +437,24 @@ class FleetBackend(Backend):
         await self.control.unload_adapter(lora_name)
 
 
+async def _update_ended(engine: InferenceEngine, tell: Callable[[str], None]) -> None:
+    """Wait until no holder updates the engine's weights: an engine applies to its end what a killed fleet has sent.
+
+    After ``timeouts.weight_update`` the engine is taken as it is, and is stale.
+    """
+    controller, changed = engine.parts.controller, asyncio.Event()
+    controller.subscribe(changed.set)
+    try:
+        async with asyncio.timeout(engine.config.timeouts.weight_update):
+            while engine.state is EngineState.UPDATING:
+                tell("waiting for a weight update of another holder to end")
+                changed.clear()
+                await changed.wait()
+    except TimeoutError:
+        tell(f"a weight update of another holder goes on after {engine.config.timeouts.weight_update:g} s")
+    finally:
+        controller.unsubscribe(changed.set)
+
+
 def _absolute(path: str) -> str:
     return os.path.abspath(path)
-
-
-def _source_of(engine: InferenceEngine) -> str | None:
-    """Return where an engine's weights come from; None if they were changed since it started."""
-    config = engine.config
-    if engine.get_weight_version() != config.weight_version or engine.status.weights is not WeightState.CLEAN:
-        return None
-    model = os.path.realpath(config.model) if os.path.exists(config.model) else config.model
-    return f"{model}@{config.revision}" if config.revision else model

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -110,6 +110,23 @@ class InferenceEngineClient(InferenceEngine):
         self.parts = _KINDS.build(backend.config, backend, capabilities)
         self._fleet = backend
 
+    async def start(self, progress: Callable[[str], None] | None = None) -> None:
+        """Start the engines that were not started, compare all, and get ready to serve.
+
+        The fleet serves the weights that most engines have, or the first engine's if no others are more common. Engines
+        have the same weights if one update brought them, or if they loaded the same folder, under the same version. The
+        other engines are stale. Adapters that the engines have loaded are unloaded.
+
+        Raises:
+            InvalidConfig: Two engines differ in their model, tokenizer or dtype.
+            EngineStartError: An engine did not start.
+            EngineStateError: An engine has failed or was closed.
+            DeadlineExceeded: Starting took longer than ``timeouts.start``.
+        """
+        await super().start(progress)
+        weights = self._fleet.updates.weights
+        self.parts.weights.publish(weights.version, weights.update_id)
+
     async def teardown(self) -> None:
         """Close every engine, also those of a fleet that was never started; idempotent."""
         was_started = self.state is not EngineState.CREATED
@@ -146,8 +163,8 @@ class InferenceEngineClient(InferenceEngine):
     async def add(self, engine: InferenceEngine, name: str | None = None) -> str:
         """Let an engine join; return its name.
 
-        It is stale until the next complete weight update, unless it has loaded what the fleet serves: the same version
-        from the same folder. The fleet's adapters are loaded into it.
+        It is stale until the next complete weight update, unless its weights are known to be the fleet's: the same
+        version, from the same update or the same folder. The fleet's adapters are loaded into it.
 
         Raises:
             InvalidConfig: Its model, tokenizer, dtype, context length or capabilities are not the fleet's; it is not

@@ -274,6 +274,11 @@ class FleetControl:
         path = await asyncio.to_thread(self.kept.keep, source.lora_name, source.path)
         self.adapters[source.lora_name] = FleetAdapter(path, pinned)
 
+    async def align_all(self) -> None:
+        """Give each synced member exactly the fleet's adapters; one that refuses is stale until the next update."""
+        outcomes = await self._on_each(self.members.synced, self.align)
+        self._left_over(outcomes, "it has adapters that are not the fleet's")
+
     async def align(self, member: Member) -> None:
         """Give a member exactly the fleet's adapters. An adapter of the same name is replaced if it is another one."""
         for name in member.engine.parts.loaded_adapters.names:

@@ -47,6 +47,8 @@ class MemberStatus:
 
     version: str = ""
     """The weight version that it was last seen to serve."""
+    update_id: str = ""
+    """Id of the update that brought its weights; empty: it has loaded them, or their origin is unknown."""
     started: bool = False
     synced: bool = False
     """True if its weights are the fleet's."""
@@ -110,12 +112,12 @@ class MemberStatus:
 
     # Transitions -------------------------------------------------------------------------------------------------
 
-    def start(self, version: str, *, stale: str = "") -> MemberStatus:
+    def start(self, version: str, update_id: str = "", *, stale: str = "") -> MemberStatus:
         """STARTING → READY, or STALE if ``stale`` says why its weights are not known to be the fleet's."""
         self._not_failed("start")
         if self.started:
             raise self._refuse("start", "it was started before")
-        return replace(self, started=True, version=version, synced=not stale, why=stale)
+        return replace(self, started=True, version=version, update_id=update_id, synced=not stale, why=stale)
 
     def pause(self) -> MemberStatus:
         """READY → PAUSED; idempotent."""
@@ -134,12 +136,12 @@ class MemberStatus:
             raise self._refuse("update", "an update is under way")
         return replace(self, updating=True)
 
-    def commit(self, version: str) -> MemberStatus:
+    def commit(self, version: str, update_id: str = "") -> MemberStatus:
         """UPDATING → READY or PAUSED with the fleet's new version: the way out of STALE."""
         self._open("commit")
         if not self.updating:
             raise self._refuse("commit", "no update is under way")
-        return replace(self, updating=False, synced=True, behind=0, version=version, why="")
+        return replace(self, updating=False, synced=True, behind=0, version=version, update_id=update_id, why="")
 
     def relabel(self, version: str) -> MemberStatus:
         """Give the same weights another version."""

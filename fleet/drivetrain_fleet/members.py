@@ -113,7 +113,8 @@ class Member:
             most: Versions that it may be behind. If the update may have touched its weights, it is stale.
         """
         engine, status = self.engine, self.status
-        intact = engine.status.weights is WeightState.CLEAN and engine.get_weight_version() == status.version
+        served = (engine.get_weight_version(), engine.parts.weights.update_id)
+        intact = engine.status.weights is WeightState.CLEAN and served == (status.version, status.update_id)
         if status.servable and not status.updating and status.behind < most and intact:
             logger.warning("%s is %d versions behind and serves on: %s", self.name, status.behind + 1, why)
             self.move_to(status.lag(why))
@@ -167,6 +168,8 @@ class Member:
             self.left_behind(
                 f"another holder gave its weights the version {version!r}; the fleet's is {self.status.version!r}"
             )
+        elif self.engine.parts.weights.update_id != self.status.update_id:
+            self.left_behind(f"another holder has pushed other weights as {version!r}")
 
     def report(self) -> MemberReport:
         """Describe it."""

@@ -32,21 +32,13 @@ from drivetrain.types.modes import PauseMode
 from drivetrain.types.weights import BroadcastSource, DiskSource, WeightReply, WeightUpdateRequest
 from drivetrain_fleet.broadcast_groups import BroadcastGroups, until_broken
 from drivetrain_fleet.control import FleetControl
+from drivetrain_fleet.fleet_weights import FleetWeights
 from drivetrain_fleet.members import Member, Members, Outcomes, described, named, on_each, require_some
 
 _T = TypeVar("_T")
 
 _REFUSALS = (InvalidRequest, InvalidWeights, UnsupportedCapability, WeightBaseMismatch, WeightPlanMismatch)
 """Errors that say that the update itself is wrong: no engine takes it then."""
-
-
-@dataclass(frozen=True, slots=True)
-class FleetWeights:
-    """The weights that a fleet serves."""
-
-    version: str
-    source: str | None
-    """The folder or hub id that holds them; None: they were pushed from memory."""
 
 
 @dataclass(slots=True)
@@ -356,10 +348,11 @@ class FleetUpdates:
     async def _commit(self, update: _Update, version: str) -> None:
         """Publish the version for the fleet; members that did not commit it have missed it, and the others resume."""
         self._update = None
-        self.serve(FleetWeights(version, _folder(update.request)))
+        update_id = update.request.update_id
+        self.serve(FleetWeights(version, _folder(update.request), update_id))
         self.failed = False
         for member in update.members:
-            member.move_to(member.status.commit(version))
+            member.move_to(member.status.commit(version, update_id))
             if not update.request.keep_prefix_cache:
                 self._cache_dropped(member.name)
         going_on = list(update.members)

@@ -34,6 +34,7 @@ class Mutant:
 
 UPDATES = "test_updates.py::"
 RESUMING = "test_resuming.py::"
+MADE_ANEW = "test_made_anew.py::"
 MUTANTS = [
     Mutant(
         "one commit is enough",
@@ -223,6 +224,55 @@ MUTANTS = [
         "if not known and",
         "if False and",
         "test_fleet.py::test_an_engine_that_joins_is_stale_unless_it_is_shown_to_serve_the_same",
+    ),
+    Mutant(
+        "engines with one label have one update",
+        "fleet_weights.py",
+        'same_update = self.update_id != "" and self.update_id == other.update_id',
+        "same_update = True",
+        MADE_ANEW + "test_two_pushes_of_one_label_are_two_weights",
+    ),
+    Mutant(
+        "engines with one update are not known",
+        "fleet_weights.py",
+        'same_update = self.update_id != "" and self.update_id == other.update_id',
+        "same_update = False",
+        MADE_ANEW + "test_a_fleet_made_anew_after_a_kill_serves_what_all_engines_committed",
+    ),
+    Mutant(
+        "the first engine is the measure of all",
+        "fleet_weights.py",
+        "return counts.index(max(counts))",
+        "return 0",
+        MADE_ANEW + "test_a_fleet_takes_the_weights_that_most_engines_have",
+    ),
+    Mutant(
+        "an update that is under way is not awaited",
+        "backend.py",
+        "while engine.state is EngineState.UPDATING:",
+        "while False:",
+        MADE_ANEW + "test_a_fleet_waits_for_the_end_of_an_update_that_is_under_way",
+    ),
+    Mutant(
+        "adapters of an earlier fleet stay",
+        "backend.py",
+        "        await self.control.align_all()\n",
+        "",
+        MADE_ANEW + "test_adapters_of_an_earlier_fleet_do_not_stay_on_its_engines",
+    ),
+    Mutant(
+        "another holder's push of the same label is not seen",
+        "members.py",
+        "elif self.engine.parts.weights.update_id != self.status.update_id:",
+        "elif False:",
+        MADE_ANEW + "test_a_push_of_the_fleets_label_that_was_not_seen_makes_an_engine_stale",
+    ),
+    Mutant(
+        "a fleet does not tell its update",
+        "client.py",
+        "self.parts.weights.publish(weights.version, weights.update_id)",
+        "self.parts.weights.publish(weights.version)",
+        MADE_ANEW + "test_a_handle_to_a_fleet_made_anew_tells_the_update",
     ),
     Mutant(
         "who goes on begins from the prompt",

@@ -96,7 +96,7 @@ class AttachedEngine(InferenceEngine):
         assert isinstance(parts.controller, AttachedController)
         assert isinstance(parts.loaded_adapters, AttachedLoadedAdapters)
         parts.loaded_adapters.adopt(state.adapters)
-        parts.weights.publish(state.version)
+        parts.weights.publish(state.version, state.update_id)
         parts.controller.adopt(state.status)
 
     @property

@@ -121,7 +121,8 @@ class EngineListener:
 
     def _shared_state(self) -> SharedState:
         parts = self.parts
-        return SharedState(parts.controller.status, parts.weights.version, parts.loaded_adapters.names)
+        weights = parts.weights
+        return SharedState(parts.controller.status, weights.version, parts.loaded_adapters.names, weights.update_id)
 
     @property
     def state(self) -> SharedState:

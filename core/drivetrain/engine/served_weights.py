@@ -24,6 +24,7 @@ class ServedWeights:
         self.controller = controller
         self.backend = backend
         self._version = controller.config.weight_version
+        self._update_id = ""
         self.coming: str | None = None
         """A version that the backend may already serve, and that is not published."""
 
@@ -32,9 +33,24 @@ class ServedWeights:
         """The version of the weights that are served."""
         return self._version
 
-    def publish(self, version: str) -> None:
-        """Name the weights that are served from now on."""
+    @property
+    def update_id(self) -> str:
+        """``WeightUpdateRequest.update_id`` of the update that brought the weights; empty: the engine's start did.
+
+        An adapter's update, or another version for the same weights, leaves it as it is.
+        """
+        return self._update_id
+
+    def publish(self, version: str, update_id: str | None = None) -> None:
+        """Name the weights that are served from now on.
+
+        Args:
+            version: Their version.
+            update_id: Id of the update that brought them; None: they are the same weights as before.
+        """
         self._version = version
+        if update_id is not None:
+            self._update_id = update_id
         self.controller.notify()
 
     @contextmanager

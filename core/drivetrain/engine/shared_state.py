@@ -42,6 +42,8 @@ class SharedState:
     """The weight version that is served."""
     adapters: tuple[str, ...]
     """Names of the LoRA adapters that are loaded."""
+    update_id: str
+    """Identifies the update that brought the weights; empty: the engine's start did."""
 
 
 FACTS: Final = codec_for(EngineFacts)

@@ -140,7 +140,7 @@ class WeightUpdates:
                 yield transaction
                 with self.weights.to_come(request.version):
                     await (transaction.apply(freeze) if at_once else transaction.finish())
-                    self.weights.publish(request.version)
+                    self.weights.publish(request.version, request.update_id)
             except BaseException as error:
                 controller.move_to(controller.status.dirty(failure_reason(request.version, error)))
                 await self._withdraw(freeze)

@@ -13,7 +13,7 @@ import msgspec
 from drivetrain.backend.base import StopKind
 from drivetrain.errors import WireError
 
-WIRE_VERSION: Final = 11
+WIRE_VERSION: Final = 12
 """Increases whenever a message, a method, or a type in a method's signature changes."""
 
 HANDSHAKE_LIMIT: Final = 16 * 2**20

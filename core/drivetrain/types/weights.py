@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import hashlib
+import uuid
 from dataclasses import dataclass, field
 from typing import Annotated, Final, Literal
 
@@ -200,6 +201,13 @@ class WeightUpdateRequest(_Frozen):
     )
     lora: LoraTensors | None = Field(
         default=None, description="The adapter that the tensors belong to; None: they are the model's own weights."
+    )
+    update_id: str = Field(
+        default_factory=lambda: uuid.uuid4().hex,
+        min_length=1,
+        max_length=64,
+        description="Identifies this update among all: two engines whose weights come from updates of one id have the "
+        "same weights. Drawn at random; make a new request for each update.",
     )
 
     @property
