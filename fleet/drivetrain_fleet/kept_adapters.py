@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from drivetrain.backend.toolkit.owned_folder import OwnedFolder
+from drivetrain.backend.toolkit.owned_folder import OwnedFolder, remove_orphans
 
 logger = logging.getLogger("drivetrain.fleet")
 
@@ -34,8 +34,10 @@ class KeptAdapters:
         """
         kept: OwnedFolder | None = None
         if os.path.isdir(path):
+            beside = Path(path).absolute().parent
+            remove_orphans(beside, _PREFIX)
             try:
-                kept = OwnedFolder(Path(path).absolute().parent, _PREFIX)
+                kept = OwnedFolder(beside, _PREFIX)
                 shutil.copytree(path, kept.path / _ADAPTER, copy_function=_link)
             except OSError as error:
                 logger.warning("the adapter %r is not kept for engines that join: %s", name, error)

@@ -6,13 +6,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-import shutil
 import tempfile
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any, ClassVar, Final, cast
 
 from drivetrain.backend.base import GenerateRequest, ModelInfo, ReadMedium
@@ -25,6 +25,7 @@ from drivetrain.backend.toolkit.model_folder import (
     has_experts,
     require_dense_for_adapters,
 )
+from drivetrain.backend.toolkit.owned_folder import OwnedFolder, remove_orphans
 from drivetrain.backend.toolkit.rope_config import short_rope_length
 from drivetrain.backend.toolkit.start_errors import start_errors
 from drivetrain.backend.toolkit.translation import shortened_all
@@ -79,6 +80,8 @@ _LOOK_S: Final = 0.2
 """Interval at which the engine core is checked."""
 _LONGEST_SOCKET_FOLDER: Final = 60
 """A socket path may have 107 bytes, of which vLLM adds 37."""
+_SOCKET_PARENT: Final = Path("/tmp")
+_SOCKET_FOLDER: Final = "drivetrain-vllm-"
 _START_METHOD: Final = "VLLM_WORKER_MULTIPROC_METHOD"
 _VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 _KINDS: Final[Mapping[type[MediaInput], str]] = {ImageInput: "image", VideoInput: "video", AudioInput: "audio"}
@@ -115,7 +118,7 @@ class VLLMBackend(WorkerBackend[Collected]):
         self._plain = PlainAdapters(config.max_lora_rank or LORA_RANK)
         self._media: VisionReader | SoundReader | None = None
         self._lora_numbers = itertools.count(1)
-        self._sockets: str | None = None
+        self._sockets: OwnedFolder | None = None
         """A folder for vLLM's sockets, used if the path of the temporary folder is too long."""
 
     @classmethod
@@ -202,8 +205,9 @@ class VLLMBackend(WorkerBackend[Collected]):
                 # Otherwise each rank needs a NUMA node to bind its threads to.
                 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         if len(tempfile.gettempdir()) > _LONGEST_SOCKET_FOLDER:
-            self._sockets = tempfile.mkdtemp(prefix="vllm-", dir="/tmp")
-            os.environ["VLLM_RPC_BASE_PATH"] = self._sockets
+            remove_orphans(_SOCKET_PARENT, _SOCKET_FOLDER)
+            self._sockets = OwnedFolder(_SOCKET_PARENT, _SOCKET_FOLDER)
+            os.environ["VLLM_RPC_BASE_PATH"] = str(self._sockets.path)
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -260,7 +264,7 @@ class VLLMBackend(WorkerBackend[Collected]):
             await asyncio.to_thread(engine.shutdown)
         self._plain.close()
         if self._sockets is not None:
-            shutil.rmtree(self._sockets, ignore_errors=True)
+            self._sockets.remove()
 
     async def died(self) -> EngineError:
         """Wait until vLLM reports that its engine core ended; the core's process may live on for seconds."""

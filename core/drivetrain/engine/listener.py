@@ -9,17 +9,18 @@ import itertools
 import logging
 import os
 import re
-import shutil
 import socket
 import ssl
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Final
 
 import msgspec
 
+from drivetrain.backend.toolkit.owned_folder import OwnedFolder, remove_orphans
 from drivetrain.checks.safe_repr import shown
 from drivetrain.engine.holder_calls import Claims, HolderCalls
 from drivetrain.engine.parts import Parts
@@ -44,6 +45,7 @@ UNKNOWN_LIMIT: Final = 4096
 """Maximum payload in bytes from a connection that has not proved the key."""
 UNKNOWN_S: Final = 10.0
 """Seconds in which a connection must prove the key."""
+_FOLDER: Final = "drivetrain-engine-"
 UNKNOWN_MOST: Final = 64
 """Connections at one time that may not have proved the key yet."""
 _SHORTEST_KEY: Final = 16
@@ -67,7 +69,7 @@ class EngineListener:
         self.unknown: set[HolderConnection] = set()
         self.numbers = itertools.count(1)
         self._servers: list[asyncio.Server] = []
-        self._folder: str | None = None
+        self._folder: OwnedFolder | None = None
         self._state = self._shared_state()
         parts.controller.subscribe(self._changed)
         self.pulses.start()
@@ -95,8 +97,11 @@ class EngineListener:
         check_address(address, announced)
         tls = check_certificate(address, certfile, keyfile)
         if address is None:
-            self._folder = self._folder or tempfile.mkdtemp(prefix="drivetrain-engine-")  # with mode 0700
-            path = f"{self._folder}/{len(self._servers)}.sock"
+            if self._folder is None:
+                temporary = Path(tempfile.gettempdir())
+                remove_orphans(temporary, _FOLDER)
+                self._folder = OwnedFolder(temporary, _FOLDER)  # with mode 0700
+            path = f"{self._folder.path}/{len(self._servers)}.sock"
             self._add(await loop.create_unix_server(serve, path))
             return EngineHandle(f"unix:{path}", key)
         host, port = _host_and_port(address)
@@ -153,7 +158,7 @@ class EngineListener:
         self.parts.controller.unsubscribe(self._changed)
         await asyncio.to_thread(self.pulses.stop)
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.remove()
 
 
 class HolderConnection(RpcServer):

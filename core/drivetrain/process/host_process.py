@@ -11,7 +11,6 @@ import getpass
 import logging
 import os
 import selectors
-import shutil
 import socket
 import subprocess
 import tempfile
@@ -26,6 +25,7 @@ from typing import Final
 import psutil
 
 from drivetrain.backend.toolkit.launcher_variables import without_launcher_variables
+from drivetrain.backend.toolkit.owned_folder import OwnedFolder, remove_orphans
 from drivetrain.errors import WireError
 from drivetrain.process.frozen import is_frozen
 from drivetrain.process.host_launcher import launch
@@ -39,6 +39,7 @@ _logger = logging.getLogger("drivetrain.host")
 _TICK_S: Final = 0.25
 _LINE_LIMIT: Final = 16 * 1024
 _GRACE_S: Final = 5.0
+_SCRATCH: Final = "drivetrain-host-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,17 +78,25 @@ class HostProcess:
         self.socket, theirs = socket.socketpair()
         self._watch_socket, watch_theirs = socket.socketpair()
         period = min(1.0, timeouts.heartbeat / 4)
-        # A separate temporary folder, because engines leave files behind when they are killed.
-        self._scratch = tempfile.mkdtemp(prefix="drivetrain-host-")
+        # A separate temporary folder, because engines leave files behind when they are killed. The host owns it too:
+        # it may outlive this process for the time that its end takes.
+        temporary = Path(tempfile.gettempdir())
+        self._scratch = OwnedFolder(temporary, _SCRATCH)
+        # In a thread, because the files of a killed engine may be many, and our caller may be an event loop.
+        threading.Thread(
+            target=remove_orphans, args=(temporary, _SCRATCH), name="drivetrain-orphans", daemon=True
+        ).start()
         arguments = ["--fd", "{0}", "--watch-fd", "{1}", "--period", str(period), "--patience", str(timeouts.heartbeat)]
+        fds = [theirs.fileno(), watch_theirs.fileno()]
+        if self._scratch.lock is not None:
+            arguments += ["--lock-fd", "{2}"]
+            fds.append(self._scratch.lock)
         try:
-            self._process = launch(
-                python, arguments, _environment(self._mark, self._scratch), [theirs.fileno(), watch_theirs.fileno()]
-            )
+            self._process = launch(python, arguments, _environment(self._mark, str(self._scratch.path)), fds)
         except OSError as error:
             self.socket.close()
             self._watch_socket.close()
-            shutil.rmtree(self._scratch, ignore_errors=True)
+            self._remove_scratch()
             raise cannot_run(python, error) from error
         finally:
             theirs.close()
@@ -132,7 +141,7 @@ class HostProcess:
             except subprocess.TimeoutExpired:
                 how = "was killed, and the kernel does not end it"
                 self._verdict = self._verdict and f"{self._verdict}; it {how}"
-            shutil.rmtree(self._scratch, ignore_errors=True)
+            self._remove_scratch()
             self._read_log()
             with self._lock:
                 self._over = True
@@ -140,6 +149,13 @@ class HostProcess:
                 self._output.close()
             _running.discard(self)
             self._on_end(Ending(self._verdict or how, self.log))
+
+    def _remove_scratch(self) -> None:
+        try:
+            self._scratch.remove()
+        except OSError as error:
+            self._scratch.let_go()  # so that another process may try again
+            _logger.warning("the temporary folder of an engine's host stays: %s", error)
 
     def _watch(self) -> None:
         """Return when the host ended or must be killed; in the latter case ``_verdict`` holds the reason."""

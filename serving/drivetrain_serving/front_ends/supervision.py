@@ -18,7 +18,7 @@ import psutil
 from starlette.applications import Starlette
 
 from drivetrain.backend.toolkit.deadlines import deadline
-from drivetrain.backend.toolkit.owned_folder import OwnedFolder
+from drivetrain.backend.toolkit.owned_folder import OwnedFolder, remove_orphans
 from drivetrain.engine.tasks import gather_or_cancel
 from drivetrain.errors import ConnectionLost, DeadlineExceeded, DrivetrainError, EngineStartError
 from drivetrain.process.frozen import is_frozen
@@ -65,7 +65,9 @@ class FrontEnds(OtherProcesses):
     def __init__(self, config: ServerConfig, port: socket.socket) -> None:
         self._config = config
         self._port = port
-        self._folder = OwnedFolder(Path(tempfile.gettempdir()), _FOLDER)
+        parent = Path(tempfile.gettempdir())
+        remove_orphans(parent, _FOLDER)
+        self._folder = OwnedFolder(parent, _FOLDER)
         self._serving: AppOnSocket | None = None
         self._served: ServedEngine | None = None
         count = config.processes

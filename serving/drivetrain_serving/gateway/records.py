@@ -14,7 +14,7 @@ from typing import Final
 
 import msgspec
 
-from drivetrain.backend.toolkit.owned_folder import OwnedFolder
+from drivetrain.backend.toolkit.owned_folder import OwnedFolder, remove_orphans
 from drivetrain.types.routed_experts import RoutedExperts
 
 _LOGGER: Final = logging.getLogger(__name__)
@@ -165,6 +165,7 @@ class RecordStore:
             if record.file.deleted:
                 return False
             if self._folder is None:
+                remove_orphans(self._parent, _FOLDER)
                 self._folder = OwnedFolder(self._parent, _FOLDER)
             if record.file.path is None:
                 self._files += 1

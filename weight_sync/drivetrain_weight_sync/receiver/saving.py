@@ -18,6 +18,7 @@ import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
 
+from drivetrain.backend.toolkit.owned_folder import OwnedFolder, remove_orphans
 from drivetrain.errors import DrivetrainError, EngineBusy, EngineInternalError, InvalidRequest, UnsupportedCapability
 from drivetrain.types.capability import Capability
 from drivetrain_weight_sync.receiver.weight_target import WeightTarget
@@ -32,6 +33,7 @@ _CONFIG: Final = "config.json"
 _KEPT: Final = frozenset({".json", ".txt", ".jinja", ".model", ".tiktoken", ".py"})
 """Suffixes of files copied from the model's folder: configurations, tokenizers, chat templates, code."""
 _POLL_S: Final = 0.05
+_STAGED: Final = "drivetrain-saving-"
 
 Write = Callable[[Path], Awaitable[object]]
 """Starts to write the weights into a folder, and raises EngineBusy until all are written."""
@@ -230,11 +232,15 @@ async def save_remote(url: str, files: ModelFiles, write: Write) -> None:
     if path is None:
         await save_sharded(url.partition("://")[2], files, write, named="url")
         return
-    staged = Path(tempfile.gettempdir(), f"drivetrain-saving-{uuid.uuid4().hex[:8]}")
+    temporary = Path(tempfile.gettempdir())
+    await asyncio.to_thread(remove_orphans, temporary, _STAGED)
+    with _failing(url):
+        owned = OwnedFolder(temporary, _STAGED)
+    staged = owned.path / "model"
     decided = threading.Lock()
     try:
         with _failing(url):
-            await in_thread(lambda: staged.mkdir(mode=0o700))
+            await in_thread(staged.mkdir)
             await asyncio.to_thread(files.copy_into, staged)
             await _written(write, staged)
             await asyncio.to_thread(_upload, staged, fs, path, decided)
@@ -243,6 +249,8 @@ async def save_remote(url: str, files: ModelFiles, write: Write) -> None:
             await asyncio.to_thread(_remove, fs, path)
         await asyncio.to_thread(_discard, staged)
         raise
+    finally:
+        await asyncio.to_thread(owned.remove)
 
 
 async def _written(write: Write, folder: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Final
 
 from safetensors import SafetensorError
 
-from drivetrain.backend.toolkit.owned_folder import OwnedFolder
+from drivetrain.backend.toolkit.owned_folder import OwnedFolder, remove_orphans
 from drivetrain.errors import WeightSyncError
 
 _PREFIX: Final = "drivetrain-weights-"
@@ -28,6 +28,7 @@ class PushFolder:
 
     def __init__(self, directory: Path | None) -> None:
         parent = Path(tempfile.gettempdir() if directory is None else directory)
+        remove_orphans(parent, _PREFIX)
         with _failing(parent):
             self._folder = OwnedFolder(parent, _PREFIX)
         self.path = self._folder.path

@@ -1,67 +1,126 @@
-"""A folder that is removed even after its owner was killed: by the next owner on the same host."""
+"""A folder that is removed even after its owners were killed: by the next process on the same host that looks."""
 
 from __future__ import annotations
 
 import fcntl
-import glob
 import os
 import shutil
 import socket
 import tempfile
+import weakref
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 _LOCK: Final = "lock"
+"""Name of the lock file. It holds the name of the owners' host: a network's file system may not lock across hosts."""
 
 
 class OwnedFolder:
-    """A new folder with a lock file. Folders beside it whose owners were killed on this host are removed first.
+    """A new folder with a lock file, which this process holds locked until it ends.
+
+    :func:`remove_orphans` removes the folders of killed owners. Call it before, with the same arguments.
 
     Args:
         parent: The folder to create it in.
-        prefix: First part of its name; only folders of the same prefix are removed.
+        prefix: First part of its name. In the temporary folder and in ``/tmp``, eight characters follow, because paths
+            of Unix sockets are bounded; elsewhere also the name of this host.
 
     Raises:
         OSError: It cannot be created; no part of it is left.
     """
 
     def __init__(self, parent: Path, prefix: str) -> None:
-        prefix = f"{prefix}{socket.gethostname()}-"
-        _remove_orphans(parent, prefix)
-        self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        self.path = Path(tempfile.mkdtemp(prefix=_of_this_host(parent, prefix), dir=parent))
+        self.lock: int | None
+        """Descriptor of the lock; a process that inherits it owns the folder too. None: files cannot be locked."""
         try:
-            self._lock = _locked(self.path)
+            self.lock = _locked(self.path)
         except OSError:
             shutil.rmtree(self.path, ignore_errors=True)
             raise
+        _owned.add(self)
 
     def remove(self) -> None:
-        """Remove the folder with its contents.
+        """Remove the folder with its contents, also if another owner has removed it in part; idempotent.
 
         Raises:
-            OSError: It cannot be removed. If this process ends, the next owner tries again.
+            OSError: It cannot be removed. Once all its owners have ended, :func:`remove_orphans` tries again.
         """
-        shutil.rmtree(self.path)
-        if self._lock is not None:
-            os.close(self._lock)
+        try:
+            _remove(self.path)
+        except OSError:
+            shutil.rmtree(self.path, ignore_errors=True)
+            if self.path.exists():
+                raise
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Own the folder no longer; another process that inherited the lock may."""
+        lock, self.lock = self.lock, None
+        if lock is not None:
+            os.close(lock)
+
+
+_owned: Final[weakref.WeakSet[OwnedFolder]] = weakref.WeakSet()
+
+
+def _let_go_of_all() -> None:
+    for folder in list(_owned):
+        folder.let_go()
+
+
+# A forked child, such as a data loader's worker, may outlive this process, and would keep the folders locked.
+os.register_at_fork(after_in_child=_let_go_of_all)
+
+
+def remove_orphans(parent: Path, prefix: str) -> None:
+    """Remove the folders of this user with this prefix whose owners were killed on this host."""
+    prefix = _of_this_host(parent, prefix)
+    with suppress(OSError), os.scandir(parent) as entries:
+        found = [Path(entry.path) for entry in entries if entry.name.startswith(prefix)]
+        for folder in found:
+            with suppress(OSError):  # removed meanwhile, or an owner is alive
+                _remove_orphan(folder)
+
+
+def _remove_orphan(folder: Path) -> None:
+    if folder.lstat().st_uid != os.getuid():
+        return
+    with (folder / _LOCK).open("r+b") as lock:
+        if lock.read() == socket.gethostname().encode():
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder, its lock file last: without that, nobody would try again."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path)
+            elif entry.name != _LOCK:
+                os.unlink(entry.path)
+    shutil.rmtree(folder)
+
+
+def _of_this_host(parent: Path, prefix: str) -> str:
+    """Return the beginning of the names of this host's folders.
+
+    Folders of several hosts may lie in the temporary folder too, if that is shared; their lock files tell.
+    """
+    temporary = parent in (Path(tempfile.gettempdir()), Path("/tmp"))
+    return prefix if temporary else f"{prefix}{socket.gethostname()}-"
 
 
 def _locked(folder: Path) -> int | None:
-    """Lock a file in the folder while its owner lives; the system releases the lock when the process ends."""
+    """Lock a file in the folder while its owner lives; the system releases the lock when the last owner has ended."""
     lock = os.open(folder / f"{_LOCK}ing", os.O_RDWR | os.O_CREAT, 0o600)
     try:
+        os.write(lock, socket.gethostname().encode())
         fcntl.flock(lock, fcntl.LOCK_EX)
     except OSError:  # a file system without locks; other processes leave a folder without the lock's file alone
         os.close(lock)
         return None
     (folder / f"{_LOCK}ing").rename(folder / _LOCK)  # the final name never exists unlocked
     return lock
-
-
-def _remove_orphans(directory: Path, prefix: str) -> None:
-    """Remove folders of owners that were killed."""
-    for lock in directory.glob(f"{glob.escape(prefix)}*/{_LOCK}"):
-        with suppress(OSError), lock.open("r+b") as file:  # removed meanwhile, or its owner is alive
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(lock.parent, ignore_errors=True)

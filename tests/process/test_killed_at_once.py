@@ -1,0 +1,107 @@
+"""Folders of a trainer and its host that are killed: the next engine removes them once both have ended."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+import warm_python
+from drivetrain import InferenceEngine, create_engine
+from fleets import until
+from warm_python import Program, running
+
+TRAINER = """
+import asyncio, sys
+from drivetrain import create_engine
+
+async def main():
+    async with create_engine("transformers", model=sys.argv[1], isolation="process") as engine:
+        await engine.handle()
+        print(engine.host_pid, flush=True)
+        await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+@pytest.fixture
+def temporary(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A temporary folder of its own, with a path that leaves room for sockets."""
+    warm_python.server()  # in the folder of the whole run
+    folder = Path(tempfile.mkdtemp(prefix="dt-", dir="/tmp"))
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    yield folder
+    shutil.rmtree(folder)
+
+
+@asynccontextmanager
+async def trainer(model: Path) -> AsyncIterator[tuple[Program, int]]:
+    """Start a trainer with a hosted engine and a handle to it; yield its process and its host's process id."""
+    async with running("-c", TRAINER, str(model)) as process:
+        host = int(await process.stdout.readline())
+        try:
+            yield process, host
+        finally:
+            if psutil.pid_exists(host):
+                os.kill(host, signal.SIGKILL)
+
+
+def owned(temporary: Path) -> list[Path]:
+    """Return the folders of hosts and listeners."""
+    return [*temporary.glob("drivetrain-host-*"), *temporary.glob("drivetrain-engine-*")]
+
+
+def ended(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+async def until_ended(pid: int) -> None:
+    await until(lambda: ended(pid))
+
+
+@asynccontextmanager
+async def another_engine(model: Path) -> AsyncIterator[InferenceEngine]:
+    """Open another engine with a handle to it, whose host is forked."""
+    with warm_python.forked_hosts():
+        async with create_engine("transformers", model=str(model), isolation="process") as engine:
+            await engine.handle()
+            yield engine
+
+
+async def test_folders_of_a_trainer_and_a_host_that_were_killed_at_once_go_with_the_next(
+    model: Path, temporary: Path
+) -> None:
+    async with trainer(model) as (process, host):
+        os.kill(process.pid, signal.SIGSTOP)  # so that it does not see its host die
+        os.kill(host, signal.SIGKILL)
+        os.kill(process.pid, signal.SIGKILL)
+    await until_ended(host)
+    left = owned(temporary)
+    assert len(left) == 2
+    async with another_engine(model):
+        await until(lambda: not any(folder.exists() for folder in left))  # a thread removes them
+        assert len(owned(temporary)) == 2
+    assert owned(temporary) == []
+
+
+async def test_the_folder_of_a_host_that_outlives_its_trainer_stays_until_it_ends(model: Path, temporary: Path) -> None:
+    async with trainer(model) as (process, host):
+        os.kill(host, signal.SIGSTOP)
+        os.kill(process.pid, signal.SIGKILL)
+        await until_ended(process.pid)
+        [scratch] = (folder for folder in owned(temporary) if folder.name.startswith("drivetrain-host-"))
+        async with another_engine(model):
+            assert scratch.exists()
+            os.kill(host, signal.SIGCONT)
+            await until_ended(host)
+            assert not scratch.exists()
+    assert owned(temporary) == []
