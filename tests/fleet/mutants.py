@@ -237,7 +237,7 @@ MUTANTS = [
         "fleet_weights.py",
         'same_update = self.update_id != "" and self.update_id == other.update_id',
         "same_update = False",
-        MADE_ANEW + "test_a_fleet_made_anew_after_a_kill_serves_what_all_engines_committed",
+        MADE_ANEW + "test_an_engine_that_comes_back_with_the_fleets_update_is_ready",
     ),
     Mutant(
         "the first engine is the measure of all",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import sys
 
 
@@ -13,7 +12,6 @@ def main(given: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m drivetrain.process", description=__doc__)
     parser.add_argument("--fd", type=int, help="file descriptor of the call socket")
     parser.add_argument("--watch-fd", type=int, help="file descriptor of the heartbeat socket")
-    parser.add_argument("--lock-fd", type=int, help="file descriptor of the lock of the host's temporary folder")
     parser.add_argument("--period", type=float, default=1.0, help="seconds between heartbeats")
     parser.add_argument(
         "--patience", type=float, default=10.0, help="seconds after which a stopped process counts as lost"
@@ -33,8 +31,6 @@ def main(given: list[str] | None = None) -> int:
         parser.error("--fd and --watch-fd are needed; start an engine with drivetrain.create_engine instead")
     from drivetrain.process.host_loop import serve
 
-    if arguments.lock_fd is not None:
-        os.set_inheritable(arguments.lock_fd, False)  # this process keeps it open, and not what it starts
     return serve(arguments.fd, arguments.watch_fd, arguments.period, arguments.patience)
 
 

@@ -89,8 +89,7 @@ class HostProcess:
         arguments = ["--fd", "{0}", "--watch-fd", "{1}", "--period", str(period), "--patience", str(timeouts.heartbeat)]
         fds = [theirs.fileno(), watch_theirs.fileno()]
         if self._scratch.lock is not None:
-            arguments += ["--lock-fd", "{2}"]
-            fds.append(self._scratch.lock)
+            fds.append(self._scratch.lock)  # the host keeps it open until it ends
         try:
             self._process = launch(python, arguments, _environment(self._mark, str(self._scratch.path)), fds)
         except OSError as error:
