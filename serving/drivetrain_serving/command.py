@@ -41,7 +41,9 @@ def serve(
         int, typer.Option(min=1, help="Processes that answer: 1 is the engine's own, more are front-ends beside it.")
     ] = 1,
     engines: Annotated[int, typer.Option(min=1, help="Number of engines; more than one are a fleet.")] = 1,
-    host: Annotated[str, typer.Option(help="Address to listen on; beyond this machine it needs keys.")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; beyond this machine with keys, or --open-to-all.")
+    ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free one.")] = 8000,
     served_model_name: Annotated[
         list[str] | None, typer.Option(help="Name of the model in requests; repeatable.", show_default=False)
@@ -62,6 +64,10 @@ def serve(
     ] = None,
     open_control: Annotated[
         bool, typer.Option("--open-control", help="Let anyone who reaches the port change the weights.")
+    ] = False,
+    open_to_all: Annotated[
+        bool,
+        typer.Option("--open-to-all", help="Take no keys: anyone who reaches the port generates and changes weights."),
     ] = False,
     lora_folder: Annotated[
         Path | None,
@@ -113,6 +119,7 @@ def serve(
             api_key=api_key,
             control_key=control_key,
             open_control=open_control,
+            open_to_all=open_to_all,
             lora_folder=None if lora_folder is None else str(lora_folder),
             cast_weights=cast_weights,
             log_requests=log_requests,

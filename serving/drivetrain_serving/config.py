@@ -67,6 +67,11 @@ class ServerConfig(BaseModel):
     open_control: bool = Field(
         default=False, description="Let anyone who reaches the port change the weights, also from other machines."
     )
+    open_to_all: bool = Field(
+        default=False,
+        description="Take no keys, also from other machines: whoever reaches the port may generate and change the "
+        "weights.",
+    )
     lora_folder: str | None = Field(
         default=None, description="Folder of adapters that are loaded when a request first names one."
     )
@@ -122,11 +127,14 @@ class ServerConfig(BaseModel):
 
     @model_validator(mode="after")
     def _keys_where_others_can_call(self) -> ServerConfig:
-        if is_loopback(self.host):
+        if self.open_to_all and (self.api_key or self.control_key):
+            raise ValueError("open_to_all=True takes no keys; leave out api_key and control_key")
+        if self.open_to_all or is_loopback(self.host):
             return self
         if self.api_key is None:
             raise ValueError(
-                f"host={self.host!r} can be reached from other machines; give an api_key and a control_key"
+                f"host={self.host!r} can be reached from other machines; give an api_key and a control_key, or "
+                "open_to_all=True for trainers that send no key"
             )
         if self.control_key is None and not self.open_control:
             raise ValueError(

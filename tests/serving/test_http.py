@@ -32,6 +32,8 @@ API, CONTROL = "a-key-for-requests", "a-key-for-weights!"
         {"host": "0.0.0.0"},
         {"host": "0.0.0.0", "api_key": API},
         {"host": "::", "control_key": CONTROL},
+        {"host": "0.0.0.0", "api_key": API, "open_to_all": True},
+        {"open_to_all": True, "control_key": CONTROL},
         {"api_key": "short"},
         {"port": 70000},
         {"prot": 8000},
@@ -52,6 +54,7 @@ async def test_keys_are_not_shown() -> None:
     ("config", "key", "opened"),
     [
         ({}, None, {"open", "data", "control"}),
+        ({"host": "0.0.0.0", "open_to_all": True}, None, {"open", "data", "control"}),
         ({"api_key": API}, None, {"open"}),
         ({"api_key": API}, API, {"open", "data", "control"}),
         ({"api_key": API, "open_control": True}, None, {"open", "control"}),
