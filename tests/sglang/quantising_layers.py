@@ -168,29 +168,37 @@ class Attention(nn.Module):
         self.w_scale = 1.0
 
 
-class DeepSeek(DeepseekV2WeightLoaderMixin, nn.Module):
+class WithAttention(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.self_attn = Attention(kind)
+
+
+class Layers(nn.Module):
+    def __init__(self, kind: str, number: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(WithAttention(kind) for _ in range(number))
+        self.start_layer, self.end_layer = 0, number
+
+
+class DeepSeek(DeepseekV2WeightLoaderMixin, nn.Module):  # type: ignore[misc] # SGLang is not installed where mypy runs
     """Two layers' projections, with SGLang's own step after loading."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
-        layers = [nn.ModuleDict({"self_attn": Attention(kind)}) for _ in range(2)]
-        for layer in layers:
-            layer.self_attn = layer["self_attn"]
-        self.model = nn.Module()
-        self.model.layers = nn.ModuleList(layers)
-        self.model.start_layer, self.model.end_layer = 0, len(layers)
-        self.config = SimpleNamespace(num_hidden_layers=len(layers), architectures=["DeepseekV3ForCausalLM"])
+        self.model = Layers(kind, 2)
+        self.config = SimpleNamespace(num_hidden_layers=2, architectures=["DeepseekV3ForCausalLM"])
         self.quant_config = self.attentions()[0].kv_b_proj.quant_method.quant_config
 
     def attentions(self) -> list[Attention]:
-        return [layer["self_attn"] for layer in self.model.layers]
+        return [layer.self_attn for layer in self.model.layers if isinstance(layer, WithAttention)]
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         for name, tensor in weights:
             number, _, of = name.partition(".")
             part = self.attentions()[int(number)].kv_b_proj
             (part.weight if of == "weight" else part.weight_scale_inv).data.copy_(tensor)
-        self.post_load_weights()
+        self.post_load_weights()  # type: ignore[operator] # SGLang's
 
     def convert(self) -> None:
         for attention in self.attentions():

@@ -106,15 +106,17 @@ def test_a_wake_up_without_room_asks_the_memory_saver_for_nothing(monkeypatch: p
     worker = Worker(SimpleNamespace(tp_group=SimpleNamespace(world_size=1)))
     monkeypatch.setattr(worker, "_memory", None, raising=False)
     monkeypatch.setattr(worker, "_dispatch", asked.append)
-    both = frozenset({MemoryTag.WEIGHTS, MemoryTag.KV_CACHE})
-    worker.asleep = both
+    both = {MemoryTag.WEIGHTS, MemoryTag.KV_CACHE}
+    worker.asleep = set(both)
     worker._slept = {MemoryTag.WEIGHTS: 2_000_000_000, MemoryTag.KV_CACHE: 1_000_000_000}
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2_500_000_000, 80_000_000_000))
     with pytest.raises(EngineOutOfMemory, match=r"3\.00 GB are wanted of the GPU, and 2\.50 GB are free.*sleeps on"):
-        worker.wake_up(both)
-    assert (asked, worker.asleep) == ([], both)
+        worker.wake_up(frozenset(both))
+    assert not asked
+    assert worker.asleep == both
     worker.wake_up(frozenset({MemoryTag.WEIGHTS}))
-    assert (asked, worker.asleep) == ([["weights"]], frozenset({MemoryTag.KV_CACHE}))
+    assert asked == [["weights"]]
+    assert worker.asleep == {MemoryTag.KV_CACHE}
 
 
 def test_parameters_that_no_update_fills_outlast_a_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +150,8 @@ def test_parameters_that_no_update_fills_outlast_a_sleep(monkeypatch: pytest.Mon
     worker.sleep(frozenset({MemoryTag.WEIGHTS}))
     assert worker.model.k_scale == 0
     worker.wake_up(frozenset({MemoryTag.WEIGHTS}))
-    assert (worker.model.k_scale, worker.model.weight.sum()) == (1, 0)
+    assert worker.model.k_scale == 1
+    assert worker.model.weight.sum() == 0
 
 
 class Idle:
