@@ -94,7 +94,7 @@ SCHEMATHESIS ?= schemathesis==4.32.5
 SCHEMATHESIS_READY := .venvs/schemathesis/.ready-$(shell echo '$(SCHEMATHESIS)' | sha256sum | cut -c1-16)
 CASES ?= 5
 
-.PHONY: help setup demo serve-demo test test-unit test-slow test-sglang-server test-vllm-server test-vllm-routes test-sglang-routes test-gateway test-openapi test-status-page test-resume test-trainer-half test-trainers train-skyrl train-areal faults faults-fleet faults-holders fuzz conformance conformance-all conformance-remote conformance-ray conformance-fleet conformance-quantised on-engines beside-engines parity parity-page mutants drawn-mutants mutants-of-engine matrix lint lint-mypy lint-pyright lint-contracts site docs bench clean test-skyrl-client test-openrlhf test-trl demo-trl test-trl-teacher test-verl demo-verl test-embeddings test-gyms show-trainers-layers
+.PHONY: help setup demo serve-demo test test-unit test-slow test-sglang-server test-vllm-server test-vllm-routes test-sglang-routes test-gateway test-openapi test-status-page test-resume test-asleep test-trainer-half test-trainers train-skyrl train-areal faults faults-fleet faults-holders fuzz conformance conformance-all conformance-remote conformance-ray conformance-fleet conformance-quantised on-engines beside-engines parity parity-page mutants drawn-mutants mutants-of-engine matrix lint lint-mypy lint-pyright lint-contracts site docs bench clean test-skyrl-client test-openrlhf test-trl demo-trl test-trl-teacher test-verl demo-verl test-embeddings test-gyms show-trainers-layers
 .PHONY: environments environment-transformers environment-echo environment-trainer environment-trainers environment-sglang environment-sglang-server environment-vllm environment-vllm-server environment-openrlhf environment-trl environment-verl
 
 help: ## show this list
@@ -403,6 +403,11 @@ test-resume: environment-$(BACKEND) ## a request goes on from its tokens at BACK
 	@$(ENVIRONMENT)/bin/python -m pip install --quiet --disable-pip-version-check pytest
 	@$(ENGINE_ENV) BACKEND=$(BACKEND) OMP_NUM_THREADS=1 $(ENVIRONMENT)/bin/python -m pytest -q -c /dev/null --rootdir tests/fleet \
 		--noconftest -p no:cacheprovider tests/fleet/resuming_with_an_engine.py $(ARGS)
+
+test-asleep: environment-$(BACKEND) ## BACKEND=sglang or vllm takes no step while memory sleeps, not even for a request that came late
+	@$(ENVIRONMENT)/bin/python -m pip install --quiet --disable-pip-version-check pytest
+	@$(ENGINE_ENV) BACKEND=$(BACKEND) OMP_NUM_THREADS=1 $(ENVIRONMENT)/bin/python -m pytest -q -c /dev/null --rootdir tests/core \
+		--noconftest -p no:cacheprovider tests/core/asleep_with_an_engine.py $(ARGS)
 
 conformance: environment-$(BACKEND) ## run the conformance suite on BACKEND, in an environment of its own
 	@$(ENGINE_ENV) OMP_NUM_THREADS=1 $(ENVIRONMENT)/bin/drivetrain conformance $(BACKEND) $(if $(ISOLATION),--isolation $(ISOLATION)) $(SETTINGS) --fork-hosts --report $(REPORT) $(ARGS)

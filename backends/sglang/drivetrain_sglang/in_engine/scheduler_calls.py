@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, Final
 
 from drivetrain.backend.toolkit.translation import eos_token_ids
@@ -52,6 +53,7 @@ def register() -> None:
     HookRegistry.register(f"{_RECEIVER}._pull_raw_reqs", _receive, HookType.AFTER)
     HookRegistry.register(f"{_SCHEDULER}.handle_rpc_request", _rpc, HookType.AROUND)
     HookRegistry.register(f"{_SCHEDULER}.handle_generate_request", _arrives, HookType.AROUND)
+    HookRegistry.register(f"{_SCHEDULER}.get_next_batch_to_run", _next_batch, HookType.AROUND)
     HookRegistry.register(f"{_SCHEDULER}.abort_request", _abort, HookType.AROUND)
     HookRegistry.register(f"{_SCHEDULER}.process_batch_result", _process, HookType.AROUND)
     HookRegistry.register(f"{_GRAMMARS}.__init__", _make_grammars, HookType.AFTER)
@@ -124,14 +126,18 @@ def _arrives(original: Callable[..., Any], scheduler: Any, request: Any, **newer
     worker = _worker(scheduler)
     worker.arrivals.note(request.rid)
     request.extra_key = worker.cache_epochs.marked(request.extra_key)
-    taken = original(scheduler, request, **newer)
-    if worker.asleep and not worker.is_paused:
-        # The engine fell asleep while the request was on its way; its caller is gone, and there is no memory to run it
-        # in.
-        from sglang.srt.managers.io_struct import AbortReq
+    return original(scheduler, request, **newer)
 
-        scheduler.abort_request(AbortReq(rid=request.rid))
-    return taken
+
+def _next_batch(original: Callable[..., Any], scheduler: Any, *batches: Any, **newer: Any) -> Any:
+    """Choose the next batch; none while memory sleeps.
+
+    Calls and requests come through different channels. A request whose caller left may arrive together with a sleep or
+    after it, and before its own abort.
+    """
+    worker = _worker(scheduler)
+    with worker.without_waiting() if worker.asleep else nullcontext():
+        return original(scheduler, *batches, **newer)
 
 
 def _abort(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:

@@ -261,6 +261,13 @@ class Worker(RankWeights):
                 scheduler.waiting_queue.remove(req)
                 self._finish(req, holds_cache=False)
                 return True
+        compiling = scheduler.grammar_manager.grammar_queue
+        for req in compiling:
+            if req.rid == rid:
+                # SGLang lets such a request take a step, but removes one that waits for its turn.
+                compiling.remove(req)
+                scheduler.waiting_queue.append(req)
+                return False
         if not self.is_paused:
             return False
         frozen = next((req for req in self._in_batch() if req.rid == rid and not req.finished()), None)
@@ -291,14 +298,15 @@ class Worker(RankWeights):
     # Memory and cache --------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _without_waiting(self) -> Iterator[None]:
-        """Hide the waiting queue: older releases require an idle engine, though waiting requests hold no cache."""
-        scheduler = self._scheduler
-        waiting, scheduler.waiting_queue = scheduler.waiting_queue, []
+    def without_waiting(self) -> Iterator[None]:
+        """Hide the requests that hold no cache from SGLang's scheduler."""
+        scheduler, grammars = self._scheduler, self._scheduler.grammar_manager
+        waiting, compiling = scheduler.waiting_queue, grammars.grammar_queue
+        scheduler.waiting_queue, grammars.grammar_queue = [], []
         try:
             yield
         finally:
-            scheduler.waiting_queue = waiting
+            scheduler.waiting_queue, grammars.grammar_queue = waiting, compiling
 
     def sleep(self, tags: frozenset[MemoryTag]) -> None:
         """Give memory back."""
@@ -307,7 +315,7 @@ class Worker(RankWeights):
         if MemoryTag.WEIGHTS in tags:
             self.receiver.forget_held()  # creates the receiver if needed, since tracing the loader needs the weights
             self.writer.stop()
-        with self._without_waiting():
+        with self.without_waiting():  # older releases require that no request waits
             if not self._scheduler.is_fully_idle():
                 raise EngineBusy("requests hold cache: abort them, or pause_generation('retract') first")
             if self._memory is None:
@@ -365,7 +373,7 @@ class Worker(RankWeights):
         # Keep the memory if the release allows it: returning it to the GPU's driver takes milliseconds, and is sleep's
         # task.
         keeps = {"empty_cache"} & set(inspect.signature(flush).parameters)
-        with self._without_waiting():
+        with self.without_waiting():
             flush(**{name: False for name in keeps})
             if self._is_tainted and MemoryTag.KV_CACHE not in self.asleep and self._scheduler.is_fully_idle():
                 self._is_tainted = False

@@ -41,6 +41,9 @@ class Core:
         self.cache_epochs = CacheEpochs()
         self.host: WorkerSocket | None = None
         """The host's socket, once calls are served from it."""
+        self._asleep: frozenset[MemoryTag] = frozenset()
+        self.is_frozen = False
+        """True from vLLM's ``pause_scheduler`` until its ``resume_scheduler``."""
 
     def _of_workers(self, method: str, *arguments: object) -> object:
         return methods.result_of(method, forward(self._core, methods.call(method, arguments)))
@@ -99,6 +102,25 @@ class Core:
         if MemoryTag.KV_CACHE in tags:
             self.reset_prefix_cache()
         self._of_workers("sleep", tags)
+        self._asleep |= tags
+        self.hold()
+
+    def wake_up(self, tags: frozenset[MemoryTag]) -> None:
+        """Take memory again."""
+        self._of_workers("wake_up", tags)
+        self._asleep -= tags
+        self.hold()
+
+    def hold(self) -> None:
+        """Schedule nothing while requests are frozen or memory sleeps; no step is under way.
+
+        Two threads fill the core's queue, one with requests and one with calls. A request whose caller left may arrive
+        before a sleep or after it, and before its own abort.
+        """
+        from vllm.v1.core.sched.interface import PauseState
+
+        held = self.is_frozen or bool(self._asleep)
+        self._core.scheduler.set_pause_state(PauseState.PAUSED_ALL if held else PauseState.UNPAUSED)
 
     def receive_weights(self, message: WeightMessage) -> WeightReply:
         """Take one step of an update."""
@@ -252,6 +274,8 @@ def register() -> None:
     run: Callable[[Any], None] = EngineCoreProc.run_busy_loop
     handle: Callable[[Any, Any, Any], None] = EngineCoreProc._handle_client_request
     preprocess: Callable[[Any, Any], Any] = EngineCoreProc.preprocess_add_request
+    pause: Callable[..., Any] = EngineCoreProc.pause_scheduler
+    resume: Callable[[Any], None] = EngineCoreProc.resume_scheduler
 
     def run_busy_loop(core: Any) -> None:
         own = _of(core)  # made before the host sends requests, which another thread marks
@@ -274,7 +298,20 @@ def register() -> None:
         request.cache_salt = _of(core).cache_epochs.marked(request.cache_salt)  # before the prompt's blocks are hashed
         return preprocess(core, request)
 
+    def pause_scheduler(core: Any, *how: Any, **named: Any) -> Any:
+        pausing = pause(core, *how, **named)
+        _of(core).is_frozen = True
+        return pausing
+
+    def resume_scheduler(core: Any) -> None:
+        resume(core)
+        own = _of(core)
+        own.is_frozen = False
+        own.hold()
+
     EngineCoreProc.run_busy_loop = run_busy_loop
+    EngineCoreProc.pause_scheduler = pause_scheduler
+    EngineCoreProc.resume_scheduler = resume_scheduler
     EngineCoreProc._handle_client_request = handle_client_request
     EngineCoreProc.preprocess_add_request = preprocess_add_request
     # Newer releases omit an image's pixels if a cached prefix covers it, and crash when the request is retracted or
