@@ -42,7 +42,7 @@ def serve(
     ] = 1,
     engines: Annotated[int, typer.Option(min=1, help="Number of engines; more than one are a fleet.")] = 1,
     host: Annotated[
-        str, typer.Option(help="Address to listen on; beyond this machine with keys, or --open-to-all.")
+        str, typer.Option(help="Address to listen on. Other machines need keys, unless --open-to-all is set.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free one.")] = 8000,
     served_model_name: Annotated[

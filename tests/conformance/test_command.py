@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 import warm_python
+from drivetrain_conformance.cases import all_cases
+from drivetrain_conformance.harness.fleet_suite import ABOUT_ONE_ENGINE
 
 CASE = "generate/at_most_max_new_tokens"
 
@@ -45,6 +47,10 @@ def test_the_suite_runs_on_fleets(tmp_path: Path) -> None:
     made = json.loads((tmp_path / "fleet.json").read_text())
     assert made["isolation"] == "fleet"
     assert [case["verdict"] for case in made["cases"]] == ["passed", "not_run"]
+
+
+def test_what_a_fleet_leaves_out_are_cases() -> None:
+    assert ABOUT_ONE_ENGINE.keys() <= {case.id for case in all_cases()}
 
 
 @pytest.mark.slow

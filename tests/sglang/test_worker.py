@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 from drivetrain.errors import EngineOutOfMemory
 from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain.types.weights import TensorSpec, WeightManifest
-from drivetrain_sglang.in_engine.worker import Worker
+from drivetrain_sglang.in_engine.worker import Worker, _tensors_of
 from drivetrain_weight_sync.tracing.derived_tensors import Derived
 from drivetrain_weight_sync.tracing.traced_target import TracedTarget
 
@@ -119,39 +120,62 @@ def test_a_wake_up_without_room_asks_the_memory_saver_for_nothing(monkeypatch: p
     assert worker.asleep == {MemoryTag.KV_CACHE}
 
 
+class Quantised(nn.Module):
+    """A layer of which an update fills the weight, and nothing the scale of the cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4), requires_grad=False)
+        self.k_scale = nn.Parameter(torch.ones(1), requires_grad=False)
+
+
+class OfSavedMemory(OfScheduler):
+    """Loses the values of memory that it releases, as SGLang's memory saver does."""
+
+    def __init__(self, scheduler: object, model: Quantised) -> None:
+        Worker.__init__(self, scheduler)
+        self._quantised = model
+
+    @property
+    def model(self) -> nn.Module:
+        return self._quantised
+
+    def _dispatch(self, request: object) -> None:
+        if request == "release":
+            self._quantised.weight.zero_()
+            self._quantised.k_scale.zero_()
+
+
 def test_parameters_that_no_update_fills_outlast_a_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scales of a quantised model's cache were 0 after a sleep on a GPU: ``architectures.py --sleep`` shows it."""
-
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(4), requires_grad=False)
-            self.k_scale = nn.Parameter(torch.ones(()), requires_grad=False)
-
-    class OfLayer(Worker):
-        model = Layer()
-
-        def _dispatch(self, asked: object) -> None:
-            if asked == "release":
-                self.model.weight.zero_()
-                self.model.k_scale.zero_()
-
     io_struct = SimpleNamespace(
         ReleaseMemoryOccupationReqInput=lambda tags: "release", ResumeMemoryOccupationReqInput=lambda tags: "resume"
     )
     monkeypatch.setitem(sys.modules, "sglang.srt.managers.io_struct", io_struct)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1_000, 1_000))
-    worker = OfLayer(
-        SimpleNamespace(tp_group=SimpleNamespace(world_size=1), waiting_queue=[], is_fully_idle=lambda: True)
+    one_rank, grammars = SimpleNamespace(world_size=1), SimpleNamespace(grammar_queue=[])
+    model = Quantised()
+    worker = OfSavedMemory(
+        SimpleNamespace(tp_group=one_rank, waiting_queue=[], grammar_manager=grammars, is_fully_idle=lambda: True),
+        model,
     )
-    target = SimpleNamespace(storages=[worker.model.weight.untyped_storage()])
+    target = SimpleNamespace(storages=[model.weight.untyped_storage()])
     for name, value in {"_memory": None, "target": target, "receiver": Idle(), "writer": Idle()}.items():
         monkeypatch.setitem(vars(worker), name, value)
     worker.sleep(frozenset({MemoryTag.WEIGHTS}))
-    assert worker.model.k_scale == 0
+    assert not model.k_scale.any()
     worker.wake_up(frozenset({MemoryTag.WEIGHTS}))
-    assert worker.model.k_scale == 1
-    assert worker.model.weight.sum() == 0
+    assert model.k_scale.all()
+    assert not model.weight.any()
+
+
+def test_the_tensors_of_a_pool_include_those_of_pools_that_it_holds() -> None:
+    """gpt-oss and Gemma have a pool for each kind of attention, and a cache in eight bits lies in bytes."""
+    kind: Any = type("Pool", (), {"__module__": "sglang.srt.mem_cache.memory_pool"})
+    outer, inner = kind(), kind()
+    outer.full_kv_pool, outer.layers, inner.owner = inner, [torch.ones(1)], outer
+    inner.k_buffer = [torch.ones(2, dtype=torch.uint8), torch.ones(3)]
+    assert sorted(len(tensor) for tensor in _tensors_of(outer)) == [1, 2, 3]
 
 
 class Idle:

@@ -12,16 +12,16 @@ from drivetrain_conformance.references.oracle import Oracle
 from drivetrain_fleet import InferenceEngineClient
 
 _WAITS: Final = "the second engine takes the request that is meant to wait for the first"
-_ABOUT_ONE_ENGINE: Final[Mapping[str, str]] = {
+ABOUT_ONE_ENGINE: Final[Mapping[str, str]] = {
     "generate/higher_priority_starts_sooner": _WAITS,
     "abort/what_waits_its_turn_can_be_aborted": _WAITS,
     "sleep/the_memory_of_weights_comes_back": "two engines hold the weights twice",
 }
-"""Cases that hold of one engine alone, and the reason."""
+"""Cases that apply to a single engine only, and the reason."""
 
 
 class FleetSuite(Suite):
-    """Another suite's backend, of which each engine is a fleet of two.
+    """Opens a fleet of two engines wherever another suite opens one engine.
 
     Args:
         inner: The suite of the backend.
@@ -48,10 +48,10 @@ class FleetSuite(Suite):
         return "fleet"
 
     def left_out(self, case: str) -> str:
-        """Return the reason for which a case holds of one engine alone; empty if it holds of a fleet."""
+        """Return the reason for which a case applies to a single engine only; empty if a fleet can run it."""
         if case.startswith("faults/"):
             return "it strikes the one process of an engine; the project's tests strike those of fleets"
-        return _ABOUT_ONE_ENGINE.get(case, "") or self._inner.left_out(case)
+        return ABOUT_ONE_ENGINE.get(case, "") or self._inner.left_out(case)
 
     def own_processes(self) -> frozenset[int]:
         """Return the pids of processes that belong to the backend's suite."""

@@ -48,7 +48,7 @@ class Conversion:
         self._device = memory.device
         self._launches = 0
         self._loaded: dict[nn.Module, dict[str, torch.Tensor]] = {}
-        """Kept parts as the last run of the engine's code loaded them; a graph fills the tensors of its capture."""
+        """Kept parts as this launch loaded them. A graph keeps those of its capture, and fills them at each launch."""
         self._graph: torch.cuda.CUDAGraph | None = None
         self._is_captured = memory.is_cuda
         """True if a graph is captured at the second launch."""
@@ -95,6 +95,8 @@ class Conversion:
         else:
             self._enqueue()
         self._parts.loaded |= self._loaded
+        if self._graph is None:
+            self._loaded = {}  # the next launch makes others
         return Launched(self._order, self.names, self._ends, self._result, self._device)
 
     def _replay(self) -> None:

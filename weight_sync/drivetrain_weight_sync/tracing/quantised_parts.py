@@ -3,7 +3,8 @@
 Their tensors are not copies of the trainer's, so an update cannot copy into them. It fills fresh memory of the form
 that the engine's loader filled, has the engine convert that, and copies the results to the old addresses, which CUDA
 graphs refer to. One layer is converted at a time: the extra memory is that of the largest. Layers from which the engine
-derives tensors before it converts them are also kept as they were loaded, until the update ends.
+derives tensors before it converts them are also kept as they were loaded, until the update ends; a CUDA graph that
+fills them keeps their memory.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class Worker(RankWeights):
         self.arrivals = Arrivals()
         self.cache_epochs = CacheEpochs()
         self._slept: dict[MemoryTag, int] = {}
-        """Bytes of the tensors of each tag, on a GPU, when it fell asleep last."""
+        """Bytes of the tensors of each tag on the GPU, at the tag's last sleep."""
         self._unfilled: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
         """Parameters that no update fills, with their values at the last sleep of the weights, on a GPU."""
         self._is_tainted = False
@@ -112,16 +112,10 @@ class Worker(RankWeights):
         """Memory that sleeps on a CPU; None on a GPU, where SGLang's memory saver frees memory and keeps addresses."""
         if next(self.model.parameters()).device.type != "cpu":
             return None
-        return HostMemory({tag: self._storages_of(tag) for tag in (MemoryTag.WEIGHTS, MemoryTag.KV_CACHE)})
-
-    def _storages_of(self, tag: MemoryTag) -> list[torch.UntypedStorage]:
-        """Return the storages of the weights or of the KV cache; none of other memory."""
-        if tag is MemoryTag.WEIGHTS:
-            return self.target.storages
-        if tag is MemoryTag.KV_CACHE:
-            cache = kv_tensors(self._scheduler.token_to_kv_pool_allocator.get_kvcache())
-            return [held.untyped_storage() for held in cache]
-        return []
+        cache = kv_tensors(self._scheduler.token_to_kv_pool_allocator.get_kvcache())
+        return HostMemory(
+            {MemoryTag.WEIGHTS: self.target.storages, MemoryTag.KV_CACHE: [held.untyped_storage() for held in cache]}
+        )
 
     def after_loading(self) -> Iterable[AfterLoading]:
         """Return the steps to run after loading: splitting MLA's projection, and steps that some models add."""
@@ -322,7 +316,7 @@ class Worker(RankWeights):
                 # torch_memory_saver frees active memory only; a sleep that timed out is asked for again.
                 if falling := tags - self.asleep:
                     for tag in falling:
-                        self._slept[tag] = sum(storage.nbytes() for storage in self._storages_of(tag))
+                        self._slept[tag] = sum(map(_nbytes, self._on_gpu(tag)))
                     if MemoryTag.WEIGHTS in falling:
                         self._unfilled = [
                             (held, held.detach().to("cpu", copy=True)) for held in self._parameters_beside()
@@ -351,6 +345,17 @@ class Worker(RankWeights):
                     for held, values in self._unfilled:
                         held.copy_(values)
         self.asleep -= tags
+
+    def _on_gpu(self, tag: MemoryTag) -> Iterable[torch.Tensor]:
+        """Return a tensor of each storage on the GPU that holds weights or cache; none of other memory."""
+        found: list[torch.Tensor] = []
+        if tag is MemoryTag.WEIGHTS:
+            found = [*self.model.parameters(), *self.model.buffers()]
+        elif tag is MemoryTag.KV_CACHE:
+            scheduler = self._scheduler
+            found = _tensors_of(scheduler.token_to_kv_pool_allocator.get_kvcache())
+            found += _tensors_of(scheduler.req_to_token_pool)
+        return {tensor.untyped_storage()._cdata: tensor for tensor in found if tensor.is_cuda}.values()
 
     def _parameters_beside(self) -> list[torch.nn.Parameter]:
         """Return the parameters that no update fills, such as scales of the cache. SGLang keeps buffers itself."""
@@ -465,6 +470,26 @@ def kv_tensors(cache: Any) -> list[torch.Tensor]:
         elif isinstance(value, list | tuple):
             found += [item for item in value if isinstance(item, torch.Tensor) and item.is_floating_point()]
     return list({tensor.untyped_storage()._cdata: tensor for tensor in found}.values())
+
+
+def _tensors_of(pool: object) -> list[torch.Tensor]:
+    """Return the tensors of a pool, of any dtype, and of the pools that it holds."""
+    found: list[torch.Tensor] = []
+    pools = {id(pool): pool}
+    ahead = [pool]
+    while ahead:
+        for value in vars(ahead.pop()).values():
+            for item in value if isinstance(value, list | tuple) else (value,):
+                if isinstance(item, torch.Tensor):
+                    found.append(item)
+                elif _is_pool(item) and id(item) not in pools:
+                    pools[id(item)] = item
+                    ahead.append(item)
+    return found
+
+
+def _is_pool(value: object) -> bool:
+    return hasattr(value, "__dict__") and type(value).__module__.startswith("sglang.srt.mem_cache")
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
