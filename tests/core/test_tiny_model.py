@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from drivetrain.errors import InvalidConfig
@@ -177,6 +179,18 @@ def test_processes_that_race_for_one_model_all_get_it(tmp_path: Path) -> None:
     (folder,) = folders
     assert logits_of(Path(folder)).shape == (1, IDS.shape[1], 260)
     assert [path.name for path in Path(folder).parent.iterdir()] == [Path(folder).name], "nothing half-written is left"
+
+
+def test_every_rank_of_a_process_group_writes_a_whole_folder(tmp_path: Path) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    try:
+        tiny_model(directory=tmp_path / "of a rank")
+    finally:
+        dist.destroy_process_group()
+    tiny_model(directory=tmp_path / "alone")
+    written, alone = ({file.name for file in (tmp_path / name).iterdir()} for name in ("of a rank", "alone"))
+    assert written == alone
+    assert torch.equal(logits_of(tmp_path / "of a rank"), logits_of(tmp_path / "alone"))
 
 
 def test_a_cached_model_that_lost_a_file_is_written_anew(own_temporary_directory: Path) -> None:

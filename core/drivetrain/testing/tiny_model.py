@@ -418,6 +418,8 @@ def _write(folder: Path, architecture: str, seed: int, overrides: Mapping[str, C
     model.generation_config = GenerationConfig(
         bos_token_id=_ENDOFTEXT, eos_token_id=[_IM_END, _ENDOFTEXT], pad_token_id=_PAD
     )
+    # In a process group transformers saves on rank 0 alone, but each call here writes a folder of its own.
+    model.should_save_on_this_rank = lambda is_main_process: is_main_process
     with no_progress_bars():
         model.save_pretrained(folder)
     if takes_audio:
