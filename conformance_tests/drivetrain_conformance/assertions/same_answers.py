@@ -11,7 +11,7 @@ import numpy as np
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.types.outputs import Completion
 from drivetrain_conformance.harness.testbench import Bench
-from drivetrain_conformance.references.oracle import Logits
+from drivetrain_conformance.references.oracle import Logits, log_softmax
 
 
 def check_same(
@@ -117,3 +117,17 @@ def _least_gaps(bench: Bench, completion: Completion, engine: InferenceEngine | 
 
 def _gaps(rows: Logits, completion: Completion) -> Logits:
     return np.asarray(rows.max(axis=1) - rows[np.arange(len(rows)), completion.token_ids])
+
+
+def check_prompt_logprobs(bench: Bench, completion: Completion, model: Path | None = None) -> None:
+    """Raise unless the prompt's logprobs are those of ``model``, by default the bench's; the first token has none."""
+    prompt, found = completion.prompt_token_ids, completion.prompt_logprobs
+    assert found is not None
+    assert len(found) == len(prompt)
+    assert found[0] is None, "the first token of a prompt follows nothing, so it has no logprob"
+    rows = log_softmax(bench.oracle(model).logits(prompt))
+    for at, (value, token, row) in enumerate(zip(found[1:], prompt[1:], rows[:-1], strict=True), start=1):
+        assert value is not None, f"prompt token {at} has no logprob"
+        assert abs(value - row[token]) <= bench.tolerance(), (
+            f"the logprob of prompt token {at} is {value:.5f}; the reference says {row[token]:.5f}"
+        )

@@ -12,7 +12,7 @@ from drivetrain.types.capability import Capability
 from drivetrain.types.outputs import Completion, FinishReason
 from drivetrain.types.sampling import DisallowedTokens, LogprobsMode, SamplingParams, TemperatureSchedule
 from drivetrain_conformance.assertions.common_checks import ending_prompt
-from drivetrain_conformance.assertions.same_answers import check_prefix, check_same
+from drivetrain_conformance.assertions.same_answers import check_prefix, check_prompt_logprobs, check_same
 from drivetrain_conformance.harness.case import case
 from drivetrain_conformance.harness.testbench import Bench
 from drivetrain_conformance.references.oracle import check_prompt_ranks, check_top, log_softmax
@@ -363,7 +363,7 @@ async def prompt_logprobs_are_raw(bench: Bench) -> None:
     ]
     output = await bench.engine.generate(prompts, params)
     for completion in output.completions:
-        _assert_prompt_logprobs(bench, completion)
+        check_prompt_logprobs(bench, completion)
         assert completion.prompt_top_logprobs is None
 
 
@@ -376,7 +376,7 @@ async def prompt_logprobs_name_the_likely_tokens(bench: Bench) -> None:
     output = await bench.engine.generate([bench.prompt(9), bench.prompt(20)], params)
     for completion in output.completions:
         assert own is None or [len(found) for found in completion.top_logprobs or ()] == [1] * len(completion.token_ids)
-        _assert_prompt_logprobs(bench, completion)
+        check_prompt_logprobs(bench, completion)
         top = completion.prompt_top_logprobs
         assert top is not None
         assert top[0] is None
@@ -404,7 +404,7 @@ async def prompt_ranks_count_the_tokens_that_are_as_likely(bench: Bench) -> None
     *ranked, plain = (await bench.engine.generate([*scored, prompts[0]], [*asked, unasked])).completions
     assert plain.prompt_ranks is None
     for completion in ranked:
-        _assert_prompt_logprobs(bench, completion)
+        check_prompt_logprobs(bench, completion)
         rows = log_softmax(bench.oracle().logits(completion.prompt_token_ids))
         check_prompt_ranks(completion.prompt_ranks, completion.prompt_token_ids, rows, bench.tolerance())
 
@@ -417,7 +417,7 @@ async def a_cached_prefix_changes_no_prompt_logprob(bench: Bench) -> None:
     params = SamplingParams(temperature=0, max_new_tokens=2, prompt_logprobs=0)
     for _ in range(2):
         for completion in (await bench.engine.generate([prompt, prompt[:-3]], params)).completions:
-            _assert_prompt_logprobs(bench, completion)
+            check_prompt_logprobs(bench, completion)
 
 
 @case(Capability.PROMPT_LOGPROBS, Capability.LOGPROBS_RAW)
@@ -426,7 +426,7 @@ async def prompt_and_output_logprobs_are_one_sequence(bench: Bench) -> None:
     params = SamplingParams(max_new_tokens=10, logprobs=0, prompt_logprobs=0, logprobs_mode=LogprobsMode.RAW)
     output = await bench.engine.generate([bench.prompt(5), bench.prompt(25)], params)
     for completion in output.completions:
-        _assert_prompt_logprobs(bench, completion)
+        check_prompt_logprobs(bench, completion)
         _assert_logprobs(bench, completion, params, LogprobsMode.RAW)
 
 
@@ -441,7 +441,7 @@ async def given_tokens_are_scored_and_none_is_sampled(bench: Bench) -> None:
         assert completion.prompt_token_ids == sequence
         assert completion.token_ids == []
         assert completion.text == ""
-        _assert_prompt_logprobs(bench, completion)
+        check_prompt_logprobs(bench, completion)
 
 
 @case(Capability.SCORE_TOKENS, Capability.PROMPT_LOGPROBS)
@@ -449,7 +449,7 @@ async def scoring_names_the_likely_tokens(bench: Bench) -> None:
     """compute_logprobs(top_k=4) also returns the four most likely tokens at each position."""
     sequence = bench.prompt(12)
     (completion,) = (await bench.engine.compute_logprobs([sequence], top_k=4)).completions
-    _assert_prompt_logprobs(bench, completion)
+    check_prompt_logprobs(bench, completion)
     assert completion.prompt_top_logprobs is not None
     for found, row in zip(
         completion.prompt_top_logprobs[1:], log_softmax(bench.oracle().logits(sequence)), strict=False
@@ -495,19 +495,6 @@ def _assert_logprobs(bench: Bench, completion: Completion, params: SamplingParam
         assert least - tolerance <= value <= most + tolerance, (
             f"the logprob of token {at} in mode {mode.value} at temperature {params.temperature:g} is {value:.5f}; "
             f"the reference says {most:.5f}"
-        )
-
-
-def _assert_prompt_logprobs(bench: Bench, completion: Completion) -> None:
-    prompt, found = completion.prompt_token_ids, completion.prompt_logprobs
-    assert found is not None
-    assert len(found) == len(prompt)
-    assert found[0] is None, "the first token of a prompt follows nothing, so it has no logprob"
-    rows = log_softmax(bench.oracle().logits(prompt))
-    for at, (value, token, row) in enumerate(zip(found[1:], prompt[1:], rows[:-1], strict=True), start=1):
-        assert value is not None, f"prompt token {at} has no logprob"
-        assert abs(value - row[token]) <= bench.tolerance(), (
-            f"the logprob of prompt token {at} is {value:.5f}; the reference says {row[token]:.5f}"
         )
 
 

@@ -209,7 +209,7 @@ def loses_the_alternatives_of_the_aborted(request: GenerateRequest, result: Gene
     return dataclasses.replace(result, top_logprobs=[]) if aborted else result
 
 
-@mutant("histories/random_histories_keep_the_contract", says="logprobs of its prompt are")
+@mutant("weight_sync/going_back_to_earlier_weights_gives_their_answers", says="the logprob of prompt token")
 class scores_prompts_by_the_first_weights(CorrectBackend):
     """Prompt logprobs are cached, and stay the same after the weights changed."""
 

@@ -27,7 +27,7 @@ from drivetrain.types.sampling import SamplingParams
 from drivetrain_conformance.assertions.event_loop_stalls import check_it_runs
 from drivetrain_conformance.assertions.memory_use import COUNTED, check_steady, held_by
 from drivetrain_conformance.assertions.refusals import refused
-from drivetrain_conformance.assertions.same_answers import check_same
+from drivetrain_conformance.assertions.same_answers import check_prompt_logprobs, check_same
 from drivetrain_conformance.assertions.weight_checks import check_holds, check_made_by
 from drivetrain_conformance.assets.served_models import ModelKind
 from drivetrain_conformance.assets.weight_sources import Tensors, in_bfloat16, tensors_of, write_checkpoint
@@ -169,13 +169,16 @@ async def a_trainer_pushes_after_every_step(bench: Bench) -> None:
 async def going_back_to_earlier_weights_gives_their_answers(bench: Bench) -> None:
     """Pushing other weights and then the first ones again restores the first answers.
 
-    In between, diverged weights with NaN logits end every request in NonFiniteLogits, whatever its params, and leave no
-    NaN behind, such as in a cache. Requests that fail leak no memory.
+    The logprobs of a prompt, too, are those of the current weights. In between, diverged weights with NaN logits end
+    every request in NonFiniteLogits, whatever its params, and leave no NaN behind, such as in a cache. Requests that
+    fail leak no memory.
     """
     engine, prompts = bench.engine, [bench.prompt(length) for length in (6, 19, 33, 46)]
     before = await one_by_one(bench, prompts)
+    await _check_scores(bench, prompts, bench.model)
     await engine.load_weights_from_disk(str(bench.other_weights()), NEW)
     await check_serves(bench, bench.other_weights(), NEW)
+    await _check_scores(bench, prompts, bench.other_weights())
     diverged = write_checkpoint(bench.folder("diverged"), bench.model, _of_a_diverged_model(tensors_of(bench.model)))
     await engine.load_weights_from_disk(str(diverged), "diverged")
     for params in (SamplingParams(max_new_tokens=4), SamplingParams(max_new_tokens=4, temperature=0)):
@@ -196,6 +199,19 @@ async def going_back_to_earlier_weights_gives_their_answers(bench: Bench) -> Non
             await engine.load_weights_from_disk(str(bench.model), version)
     check_same(bench, await one_by_one(bench, prompts), before)
     await check_serves(bench, bench.model, "back")
+    await _check_scores(bench, prompts, bench.model)
+
+
+async def _check_scores(bench: Bench, prompts: list[list[int]], model: Path) -> None:
+    """Check that the logprobs of these prompts are those of ``model``, if the engine returns prompts' logprobs.
+
+    A batch holds each prompt twice, so that a fleet computes it on more than one engine.
+    """
+    if not bench.claims(Capability.PROMPT_LOGPROBS):
+        return
+    params = SamplingParams(temperature=0, max_new_tokens=1, prompt_logprobs=0)
+    for completion in (await bench.engine.generate([*prompts, *prompts], params)).completions:
+        check_prompt_logprobs(bench, completion, model)
 
 
 _OF_A_REQUEST: Final = 12 * 1024
