@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _POLL_S: Final = 0.05
+_MOST_NAMED: Final = 10
+"""Most names of models and adapters in an error."""
 
 
 class EngineCall(Protocol):
@@ -188,8 +190,10 @@ class ServedEngine:
         if name not in self.adapters:
             path = await asyncio.to_thread(self._in_folder, name)
             if path is None:
-                served = ", ".join(map(shown, (*self.names, *self.adapters)))
-                raise InvalidRequest(f"The model {shown(name)} does not exist. Served: {served}.", field="model")
+                names = (*self.names, *self.adapters)
+                served = ", ".join(map(shown, names[:_MOST_NAMED]))
+                more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+                raise InvalidRequest(f"The model {shown(name)} does not exist. Served: {served}{more}.", field="model")
             async with self._loading:
                 if name not in self.adapters:
                     await self._load_by_request(name, str(path))

@@ -109,7 +109,7 @@ async def test_a_frozen_host(make: Make, ask: Ask) -> None:
 
 @pytest.mark.parametrize("version", [1, 2])
 async def test_a_host_in_a_frozen_control_group(make: Make, ask: Ask, version: int, hosts: str) -> None:
-    """Version 2 lets a frozen process be killed; version 1 keeps it until it is thawed, and nobody waits for that."""
+    """Version 2 lets a frozen process be killed. Version 1 keeps it: calls fail without waiting for the thaw."""
     if (version, hosts) == (1, "forked"):
         pytest.skip("the fork server of the tests keeps a file open until the host has ended")
     backend = make(heartbeat=1.0)
@@ -201,6 +201,16 @@ async def test_an_engine_whose_child_is_frozen_for_a_moment_lives_on(make: Make,
         await asyncio.sleep(0.4)
         os.kill(child, signal.SIGCONT)
         await asyncio.sleep(0.4)
+    assert (await backend.generate(ask())).token_ids == [0, 1, 2, 3]
+
+
+async def test_an_engine_that_cannot_look_at_its_child_lives_on(make: Make, ask: Ask) -> None:
+    backend = make("child", heartbeat=1.0)
+    host = psutil.Process(await started(backend))
+    before = host.rlimit(psutil.RLIMIT_NOFILE)
+    host.rlimit(psutil.RLIMIT_NOFILE, (3, before[1]))  # it opens no more files, those of /proc included
+    await asyncio.sleep(2.5)
+    host.rlimit(psutil.RLIMIT_NOFILE, before)
     assert (await backend.generate(ask())).token_ids == [0, 1, 2, 3]
 
 

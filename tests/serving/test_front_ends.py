@@ -22,6 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from cgroups import freezer
 from drivetrain import EngineStartError, InferenceEngine, PauseMode, attach, create_engine
 from drivetrain_serving import Server, ServerConfig, SessionConfig
+from drivetrain_serving.front_ends import supervision
 from drivetrain_serving.front_ends.calls import FRONT_END, Caller
 from drivetrain_serving.front_ends.places import ANSWERED_BY_ANY
 from drivetrain_serving.server import Listening
@@ -354,6 +355,27 @@ async def test_a_front_end_that_is_stopped_keeps_nobody_waiting(model: Path, cap
         assert {answer.status_code for answer in await running.in_each("/v1/completions", **FOUR)} == {200}
         await until_idle(engine)
     assert not running.front_ends()
+
+
+async def test_a_front_end_that_cannot_be_looked_at_serves_on(
+    served: InferenceEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(process: psutil.Process) -> bool:
+        raise ValueError(f"no look at {process.pid}")
+
+    monkeypatch.setattr(supervision, "is_frozen", fails)
+    monkeypatch.setattr(supervision, "_END_S", 0.5)
+    async with two_processes(served) as running:
+        front_ends = running.front_ends()
+        path, one = min(front_ends.items())
+        await until(lambda: caplog.text.count("is no longer watched") == 2)
+        await asyncio.sleep(1)  # longer than a front-end that was killed is given to end
+        assert running.front_ends() == front_ends
+        assert f"ValueError: no look at {one.pid}" in caplog.text
+        one.kill()
+        await until(lambda: running.front_ends().get(path) not in (None, one))
+        assert f"front-end 0 (process {one.pid}) ended with status -9" in caplog.text
+        assert "the kernel keeps it" not in caplog.text
 
 
 @pytest.mark.parametrize("version", [1, 2])

@@ -82,3 +82,14 @@ async def test_an_adapter_loaded_by_a_route_stays(small: Served, adapters: Path)
         assert refused.json()["drivetrain"]["error"] == "TooManyAdapters"
     assert (await client.post("/v1/unload_lora_adapter", json={"lora_name": "kept"})).status_code == 200
     assert len(await completed(client, "two")) == 8
+
+
+async def test_an_unknown_model_is_answered_with_ten_names_at_most(served: InferenceEngine) -> None:
+    for count, said in ((10, "'name-8', 'name-9'."), (12, "'name-8', 'name-9' and 2 more.")):
+        config = ServerConfig(port=0, served_model_name=tuple(f"name-{number}" for number in range(count)))
+        async with Server(served, config) as server, httpx.AsyncClient(base_url=server.url) as client:
+            answer = await client.post("/v1/completions", json={"model": "unknown", "prompt": [5]})
+        assert answer.status_code == 404
+        message = answer.json()["error"]["message"]
+        assert message.startswith("The model 'unknown' does not exist. Served: 'name-0', 'name-1', ")
+        assert message.endswith(said)

@@ -121,6 +121,8 @@ class _Needed:
             frozen = self._process is not None and not self.ended and is_frozen(self._process)
         except psutil.NoSuchProcess:
             self.ended, frozen = True, False
+        except (psutil.AccessDenied, OSError):  # for example, this process has no free file descriptor
+            frozen = False
         self.frozen = self.frozen + passed if frozen else 0.0
 
     def __str__(self) -> str:

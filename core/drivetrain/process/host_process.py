@@ -215,7 +215,7 @@ class HostProcess:
     def _is_stopped(self) -> bool:
         try:
             return is_frozen(psutil.Process(self.pid))
-        except psutil.NoSuchProcess:
+        except (psutil.NoSuchProcess, OSError):
             return False
 
     def _read_log(self) -> bool:

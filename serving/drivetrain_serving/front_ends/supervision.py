@@ -180,6 +180,7 @@ class _FrontEnd:
         self._owner: OwnerCalls | None = None
         self._patience = 0.0
         self._process: asyncio.subprocess.Process | None = None
+        self._killed = False
         self._waiting: tuple[socket.socket, socket.socket] | None = None
         """Sockets of a process that has begun and waits for its settings."""
         self._caller: Caller | None = None
@@ -202,6 +203,7 @@ class _FrontEnd:
         self._process = await asyncio.create_subprocess_exec(
             *command, stdin=asyncio.subprocess.PIPE, stdout=_STDERR, pass_fds=fds, start_new_session=True
         )
+        self._killed = False
         assert self._process.stdin is not None
         keep_from_forks(self._process.stdin.transport)
         called_there.close()
@@ -267,10 +269,19 @@ class _FrontEnd:
         """Wait until a process has ended, or was killed and the kernel does not end it; say which."""
         ending = asyncio.ensure_future(process.wait())
         try:
-            if self._watching is not None:
-                await asyncio.wait([ending, self._watching], return_when=asyncio.FIRST_COMPLETED)
-            await asyncio.wait([ending], timeout=_END_S)  # the watching ends with the process, or after it killed it
-            return f"ended with status {ending.result()}" if ending.done() else "was killed, and the kernel keeps it"
+            if (watching := self._watching) is not None:
+                await asyncio.wait([ending, watching], return_when=asyncio.FIRST_COMPLETED)
+                if watching.done() and not watching.cancelled() and (error := watching.exception()) is not None:
+                    _LOGGER.error(
+                        "front-end %d (process %d) is no longer watched: looking at it failed",
+                        *(self._index, process.pid),
+                        exc_info=error,
+                    )
+            if self._killed:
+                await asyncio.wait([ending], timeout=_END_S)
+                if not ending.done():
+                    return "was killed, and the kernel keeps it"
+            return f"ended with status {await ending}"
         finally:
             ending.cancel()
 
@@ -287,7 +298,7 @@ class _FrontEnd:
                 "front-end %d (process %d) has been stopped for %g s (timeouts.heartbeat of the engine) and is killed",
                 *(self._index, process.pid, self._patience),
             )
-            looked_at.kill()
+            self._kill()
 
     def _forget(self) -> None:
         self._watch_no_more()
@@ -366,6 +377,7 @@ class _FrontEnd:
         if self._process is not None:
             with suppress(ProcessLookupError):
                 self._process.kill()
+                self._killed = True
 
 
 def _part_of(config: ServerConfig, count: int) -> ServerConfig:
