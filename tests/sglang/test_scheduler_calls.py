@@ -25,13 +25,13 @@ def test_no_request_is_scheduled_while_memory_sleeps(tag: MemoryTag) -> None:
     def chosen(scheduler: SimpleNamespace, running_batch: object, *, last_batch: object) -> list[object]:
         return [running_batch, last_batch, *scheduler.waiting_queue, *scheduler.grammar_manager.grammar_queue]
 
-    worker = scheduler_calls._worker(scheduler)
+    worker = scheduler_calls.worker_of(scheduler)
     worker.asleep |= {tag}
-    assert scheduler_calls._next_batch(chosen, scheduler, 1, last_batch=2) == [1, 2]
+    assert scheduler_calls.next_batch(chosen, scheduler, 1, last_batch=2) == [1, 2]
     assert scheduler.waiting_queue is waiting
     assert scheduler.grammar_manager.grammar_queue is compiling
     worker.asleep -= {tag}
-    assert scheduler_calls._next_batch(chosen, scheduler, 1, last_batch=2) == [1, 2, *waiting, *compiling]
+    assert scheduler_calls.next_batch(chosen, scheduler, 1, last_batch=2) == [1, 2, *waiting, *compiling]
 
 
 def test_an_abort_needs_no_step_while_a_grammar_is_compiled() -> None:

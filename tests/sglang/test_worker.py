@@ -14,7 +14,7 @@ from torch import nn
 from drivetrain.errors import EngineOutOfMemory
 from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain.types.weights import TensorSpec, WeightManifest
-from drivetrain_sglang.in_engine.worker import Worker, _tensors_of
+from drivetrain_sglang.in_engine.worker import Worker, tensors_of
 from drivetrain_weight_sync.tracing.derived_tensors import Derived
 from drivetrain_weight_sync.tracing.traced_target import TracedTarget
 
@@ -109,7 +109,7 @@ def test_a_wake_up_without_room_asks_the_memory_saver_for_nothing(monkeypatch: p
     monkeypatch.setattr(worker, "_dispatch", asked.append)
     both = {MemoryTag.WEIGHTS, MemoryTag.KV_CACHE}
     worker.asleep = set(both)
-    worker._slept = {MemoryTag.WEIGHTS: 2_000_000_000, MemoryTag.KV_CACHE: 1_000_000_000}
+    worker.bytes_asleep = {MemoryTag.WEIGHTS: 2_000_000_000, MemoryTag.KV_CACHE: 1_000_000_000}
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2_500_000_000, 80_000_000_000))
     with pytest.raises(EngineOutOfMemory, match=r"3\.00 GB are wanted of the GPU, and 2\.50 GB are free.*sleeps on"):
         worker.wake_up(frozenset(both))
@@ -175,7 +175,7 @@ def test_the_tensors_of_a_pool_include_those_of_pools_that_it_holds() -> None:
     outer, inner = kind(), kind()
     outer.full_kv_pool, outer.layers, inner.owner = inner, [torch.ones(1)], outer
     inner.k_buffer = [torch.ones(2, dtype=torch.uint8), torch.ones(3)]
-    assert sorted(len(tensor) for tensor in _tensors_of(outer)) == [1, 2, 3]
+    assert sorted(len(tensor) for tensor in tensors_of(outer)) == [1, 2, 3]
 
 
 class Idle:

@@ -53,7 +53,7 @@ def register() -> None:
     HookRegistry.register(f"{_RECEIVER}._pull_raw_reqs", _receive, HookType.AFTER)
     HookRegistry.register(f"{_SCHEDULER}.handle_rpc_request", _rpc, HookType.AROUND)
     HookRegistry.register(f"{_SCHEDULER}.handle_generate_request", _arrives, HookType.AROUND)
-    HookRegistry.register(f"{_SCHEDULER}.get_next_batch_to_run", _next_batch, HookType.AROUND)
+    HookRegistry.register(f"{_SCHEDULER}.get_next_batch_to_run", next_batch, HookType.AROUND)
     HookRegistry.register(f"{_SCHEDULER}.abort_request", _abort, HookType.AROUND)
     HookRegistry.register(f"{_SCHEDULER}.process_batch_result", _process, HookType.AROUND)
     HookRegistry.register(f"{_GRAMMARS}.__init__", _make_grammars, HookType.AFTER)
@@ -61,7 +61,7 @@ def register() -> None:
         HookRegistry.register(f"{_LOADS}.create_load_snapshot_writer", _no_snapshots, HookType.REPLACE)
 
 
-def _worker(scheduler: Any) -> Worker:
+def worker_of(scheduler: Any) -> Worker:
     worker: Worker | None = getattr(scheduler, _WORKER, None)
     if worker is None:
         worker = Worker(scheduler)
@@ -109,7 +109,7 @@ def _rpc(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
 
 def _answer(scheduler: Any, payload: bytes) -> Reply | Failure:
     try:
-        worker = _worker(scheduler)
+        worker = worker_of(scheduler)
         gather = None if worker.group is None else worker.gather
         call = methods.read(payload)
         if call.freeze is not None:
@@ -123,25 +123,25 @@ def _answer(scheduler: Any, payload: bytes) -> Reply | Failure:
 
 
 def _arrives(original: Callable[..., Any], scheduler: Any, request: Any, **newer: Any) -> Any:
-    worker = _worker(scheduler)
+    worker = worker_of(scheduler)
     worker.arrivals.note(request.rid)
     request.extra_key = worker.cache_epochs.marked(request.extra_key)
     return original(scheduler, request, **newer)
 
 
-def _next_batch(original: Callable[..., Any], scheduler: Any, *batches: Any, **newer: Any) -> Any:
+def next_batch(original: Callable[..., Any], scheduler: Any, *batches: Any, **newer: Any) -> Any:
     """Choose the next batch; none while memory sleeps.
 
     Calls and requests come through different channels. A request whose caller left may arrive together with a sleep or
     after it, and before its own abort.
     """
-    worker = _worker(scheduler)
+    worker = worker_of(scheduler)
     with worker.without_waiting() if worker.asleep else nullcontext():
         return original(scheduler, *batches, **newer)
 
 
 def _abort(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
-    if request.abort_all or not _worker(scheduler).end(request.rid):
+    if request.abort_all or not worker_of(scheduler).end(request.rid):
         return original(scheduler, request)
     return None
 
@@ -149,7 +149,7 @@ def _abort(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
 def _process(original: Callable[..., Any], scheduler: Any, batch: Any, result: Any, *more: Any, **newer: Any) -> Any:
     failed = end_failed(batch, result)
     if failed:
-        _worker(scheduler).erase(failed)
+        worker_of(scheduler).erase(failed)
     return original(scheduler, batch, result, *more, **newer)
 
 
@@ -163,7 +163,7 @@ def _no_invented_bias(_: None, scheduler: Any) -> None:
     model = scheduler.tp_worker.model_runner.model
     bias = dict(model.named_parameters()).get("score.bias")
     if bias is not None:
-        if "score.bias" not in {spec.name for spec in _worker(scheduler).checkpoint.tensors}:
+        if "score.bias" not in {spec.name for spec in worker_of(scheduler).checkpoint.tensors}:
             bias.data.zero_()
 
 
@@ -185,5 +185,5 @@ def _make_grammars(_: None, manager: Any, scheduler: Any) -> None:
         revision=arguments.revision,
     )
     # Ids that may follow the end of a grammar.
-    ends = _worker(scheduler).eos_token_ids | {*eos_token_ids(tokenizer)}
+    ends = worker_of(scheduler).eos_token_ids | {*eos_token_ids(tokenizer)}
     manager.grammar_backend = create_grammar_backend(arguments, tokenizer, scheduler.model_config.vocab_size, ends)

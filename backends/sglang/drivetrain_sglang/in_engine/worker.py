@@ -52,7 +52,7 @@ class Worker(RankWeights):
         self._scheduler = scheduler
         self.arrivals = Arrivals()
         self.cache_epochs = CacheEpochs()
-        self._slept: dict[MemoryTag, int] = {}
+        self.bytes_asleep: dict[MemoryTag, int] = {}
         """Bytes of the tensors of each tag on the GPU, at the tag's last sleep."""
         self._unfilled: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
         """Parameters that no update fills, with their values at the last sleep of the weights, on a GPU."""
@@ -316,7 +316,7 @@ class Worker(RankWeights):
                 # torch_memory_saver frees active memory only; a sleep that timed out is asked for again.
                 if falling := tags - self.asleep:
                     for tag in falling:
-                        self._slept[tag] = sum(map(_nbytes, self._on_gpu(tag)))
+                        self.bytes_asleep[tag] = sum(map(_nbytes, self._on_gpu(tag)))
                     if MemoryTag.WEIGHTS in falling:
                         self._unfilled = [
                             (held, held.detach().to("cpu", copy=True)) for held in self._parameters_beside()
@@ -353,8 +353,8 @@ class Worker(RankWeights):
             found = [*self.model.parameters(), *self.model.buffers()]
         elif tag is MemoryTag.KV_CACHE:
             scheduler = self._scheduler
-            found = _tensors_of(scheduler.token_to_kv_pool_allocator.get_kvcache())
-            found += _tensors_of(scheduler.req_to_token_pool)
+            found = tensors_of(scheduler.token_to_kv_pool_allocator.get_kvcache())
+            found += tensors_of(scheduler.req_to_token_pool)
         return {tensor.untyped_storage()._cdata: tensor for tensor in found if tensor.is_cuda}.values()
 
     def _parameters_beside(self) -> list[torch.nn.Parameter]:
@@ -364,7 +364,7 @@ class Worker(RankWeights):
 
     def _require_room(self, tags: frozenset[MemoryTag]) -> None:
         """Raise :class:`MemoryError` if the GPU has less free memory than the tensors of these tags took."""
-        wanted = sum(self._slept[tag] for tag in tags)
+        wanted = sum(self.bytes_asleep[tag] for tag in tags)
         free, _ = torch.cuda.mem_get_info()
         if wanted > free:
             raise MemoryError(f"{wanted / 1e9:.2f} GB are wanted of the GPU, and {free / 1e9:.2f} GB are free")
@@ -472,7 +472,7 @@ def kv_tensors(cache: Any) -> list[torch.Tensor]:
     return list({tensor.untyped_storage()._cdata: tensor for tensor in found}.values())
 
 
-def _tensors_of(pool: object) -> list[torch.Tensor]:
+def tensors_of(pool: object) -> list[torch.Tensor]:
     """Return the tensors of a pool, of any dtype, and of the pools that it holds."""
     found: list[torch.Tensor] = []
     pools = {id(pool): pool}
