@@ -153,6 +153,34 @@ def test_experts_that_verl_has_split_are_stacked_again() -> None:
     assert all(torch.equal(again[name], tensor) for name, tensor in given.items())
 
 
+@pytest.mark.parametrize(
+    ("order", "named"),
+    [
+        ((2, 1, 0), "experts.2.gate_proj.weight arrived where"),
+        ((0, 2), "experts.2.gate_proj.weight arrived where"),
+    ],
+    ids=["another order", "one is missing"],
+)
+def test_experts_in_another_order_are_refused(order: tuple[int, ...], named: str) -> None:
+    split = [
+        (f"layers.0.mlp.experts.{expert}.{kind}_proj.weight", torch.randn(5, 4))
+        for expert in order
+        for kind in ("gate", "up")
+    ]
+    with pytest.raises(WeightPlanMismatch, match=named):
+        list(restacked(iter(split), ()))
+
+
+def test_projections_of_experts_in_another_order_are_refused() -> None:
+    gate, up = "layers.0.mlp.experts.0.gate_proj.weight", "layers.0.mlp.experts.0.up_proj.weight"
+    with pytest.raises(WeightPlanMismatch) as swapped:
+        list(restacked(iter([(up, torch.randn(5, 4)), (gate, torch.randn(5, 4))]), ()))
+    assert swapped.value.mismatched == (up,)
+    with pytest.raises(WeightPlanMismatch) as odd:
+        list(restacked(iter([(gate, torch.randn(5, 4))]), ()))
+    assert odd.value.missing == (up,)
+
+
 def test_without_a_step_the_version_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(rank: DrivetrainRollout, server: EngineServer) -> None:
         await rank.update_weights(iter(Gather(tensors())), global_steps=4)
