@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -42,7 +41,7 @@ class KeptAdapters:
             except OSError as error:
                 logger.warning("the adapter %r is not kept for engines that join: %s", name, error)
                 if kept is not None:
-                    _remove(kept)
+                    kept.remove_or_leave("a part of a fleet's copy of an adapter")
                     kept = None
         self.drop(name)
         if kept is None:
@@ -54,17 +53,12 @@ class KeptAdapters:
         """Remove the folder of an adapter, if it is kept."""
         folder = self._folders.pop(name, None)
         if folder is not None:
-            _remove(folder)
+            folder.remove_or_leave("a fleet's copy of an adapter")
 
     def close(self) -> None:
         """Remove every folder."""
         for name in list(self._folders):
             self.drop(name)
-
-
-def _remove(folder: OwnedFolder) -> None:
-    with suppress(OSError):
-        folder.remove()
 
 
 def _link(source: str, target: str) -> None:

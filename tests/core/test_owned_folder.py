@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -110,6 +111,18 @@ def test_names_in_the_temporary_folder_are_as_short_as_those_of_mkdtemp(
     assert OwnedFolder(Path("/tmp"), "drivetrain-test-").path.name.count("-") == 2
 
 
+def test_a_folder_whose_owner_was_killed_before_it_had_the_lock_goes_after_an_hour(parent: Path) -> None:
+    folder = OwnedFolder(parent, "ours-")
+    folder.let_go()
+    (folder.path / "lock").rename(folder.path / "locking")
+    remove_orphans(parent, "ours-")
+    assert folder.path.exists()
+    an_hour_ago = time.time() - 3700
+    os.utime(folder.path, (an_hour_ago, an_hour_ago))
+    remove_orphans(parent, "ours-")
+    assert not folder.path.exists()
+
+
 def test_a_folder_without_locks_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError("no locks here")
@@ -118,6 +131,7 @@ def test_a_folder_without_locks_is_left_alone(tmp_path: Path, monkeypatch: pytes
         without_locks.setattr("fcntl.flock", refuse)
         folder = OwnedFolder(tmp_path, "ours-")
     assert folder.lock is None
+    os.utime(folder.path, (0.0, 0.0))
     remove_orphans(tmp_path, "ours-")
     assert folder.path.exists()
     folder.remove()

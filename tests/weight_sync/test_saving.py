@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from safetensors.torch import load_file
 from tests.weight_sync.models import Model, differing, tensors_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from drivetrain.backend.toolkit.owned_folder import OwnedFolder, remove_orphans
 from drivetrain.errors import EngineBusy, EngineInternalError, EngineStateError, InvalidRequest, UnsupportedCapability
 from drivetrain.testing import tiny_model
 from drivetrain.types.weights import TensorSpec, WeightManifest
@@ -295,6 +297,29 @@ async def test_the_configuration_goes_last_and_what_failed_is_taken_away() -> No
     assert Failing.names[-1] == "config.json"
     assert {"model.safetensors", INDEX} <= set(Failing.names)
     assert not Failing().find("/bucket")
+
+
+@pytest.mark.parametrize("protocol", ["memory", "failing"])
+async def test_a_staged_model_that_cannot_be_removed_does_not_change_how_a_save_ends(
+    protocol: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def stays(self: OwnedFolder) -> None:
+        raise OSError("the folder is in use")
+
+    fsspec.register_implementation("failing", Failing, clobber=True)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    failing = pytest.raises(EngineInternalError, match="the bucket is full") if protocol == "failing" else nullcontext()
+    with monkeypatch.context() as in_use:
+        in_use.setattr(OwnedFolder, "remove", stays)
+        with failing:
+            await save_to(f"{protocol}://bucket/staged", WeightWriter(ModuleTarget(Model(1))))
+    assert "the staged model of a save stays: the folder is in use" in caplog.text
+    if protocol == "memory":
+        assert "/bucket/staged/config.json" in MemoryFileSystem().find("/bucket/staged")
+        MemoryFileSystem().rm("/bucket/staged", recursive=True)
+    assert any(name.startswith("drivetrain-saving-") for name in names(tmp_path))
+    remove_orphans(tmp_path, "drivetrain-saving-")
+    assert not any(name.startswith("drivetrain-saving-") for name in names(tmp_path))
 
 
 @pytest.mark.parametrize("uploaded", [False, True], ids=["before the last file", "after the last file"])

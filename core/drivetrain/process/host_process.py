@@ -150,11 +150,7 @@ class HostProcess:
             self._on_end(Ending(self._verdict or how, self.log))
 
     def _remove_scratch(self) -> None:
-        try:
-            self._scratch.remove()
-        except OSError as error:
-            self._scratch.let_go()  # so that another process may try again
-            _logger.warning("the temporary folder of an engine's host stays: %s", error)
+        self._scratch.remove_or_leave("the temporary folder of an engine's host")
 
     def _watch(self) -> None:
         """Return when the host ended or must be killed; in the latter case ``_verdict`` holds the reason."""

@@ -9,7 +9,7 @@ import tempfile
 import threading
 import uuid
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -244,13 +244,14 @@ async def save_remote(url: str, files: ModelFiles, write: Write) -> None:
             await asyncio.to_thread(files.copy_into, staged)
             await _written(write, staged)
             await asyncio.to_thread(_upload, staged, fs, path, decided)
-    except BaseException:
+    except BaseException as error:
         if not decided.acquire(blocking=False):  # the upload was complete when the caller gave up
-            await asyncio.to_thread(_remove, fs, path)
-        await asyncio.to_thread(_discard, staged)
+            await asyncio.to_thread(_remove_uploaded, fs, path, error)
+        with suppress(OSError):  # the removal of the folder above it logs what stays
+            await asyncio.to_thread(_discard, staged)
         raise
     finally:
-        await asyncio.to_thread(owned.remove)
+        await asyncio.to_thread(owned.remove_or_leave, "the staged model of a save")
 
 
 async def _written(write: Write, folder: Path) -> None:
@@ -356,15 +357,16 @@ def _upload(folder: Path, fs: Any, path: str, decided: threading.Lock) -> None:
         if not decided.acquire(blocking=False):
             raise _cancelled()
     except BaseException as error:
-        try:
-            _remove(fs, path)
-        except Exception as another:
-            error.add_note(f"the uploaded files could not be removed: {type(another).__name__}: {another}")
+        _remove_uploaded(fs, path, error)
         raise
 
 
-def _remove(fs: Any, path: str) -> None:
-    fs.rm(path, recursive=True)
+def _remove_uploaded(fs: Any, path: str, error: BaseException) -> None:
+    """Remove uploaded files after ``error``, which gets a note if they stay."""
+    try:
+        fs.rm(path, recursive=True)
+    except Exception as another:
+        error.add_note(f"the uploaded files could not be removed: {type(another).__name__}: {another}")
 
 
 def _cancelled() -> EngineInternalError:

@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import shutil
 import socket
 import tempfile
+import time
 import weakref
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+_logger: Final = logging.getLogger("drivetrain.folders")
+
 _LOCK: Final = "lock"
 """Name of the lock file. It holds the name of the owners' host: a network's file system may not lock across hosts."""
+_LOCKING: Final = "locking"
+"""Its name until it is locked."""
+_UNLOCKED_S: Final = 3600.0
+"""Age in seconds from which a folder that has only this file counts as made by a process that was killed meanwhile."""
 
 
 class OwnedFolder:
     """A new folder with a lock file, which this process holds locked until it ends.
 
     :func:`remove_orphans` removes the folders of killed owners. Call it before, with the same arguments.
+
+    A forked child is no owner. A program that forks and ends its parent, as a daemon does, must make its folders after
+    that: folders that it made before are removed by the next process that looks, although the child uses them.
 
     Args:
         parent: The folder to create it in.
@@ -55,6 +66,14 @@ class OwnedFolder:
                 raise
         self.let_go()
 
+    def remove_or_leave(self, what: str) -> None:
+        """Remove the folder; if it cannot be removed, log that ``what`` stays, and leave it to the next process."""
+        try:
+            self.remove()
+        except OSError as error:
+            self.let_go()
+            _logger.warning("%s stays: %s", what, error)
+
     def let_go(self) -> None:
         """Own the folder no longer; another process that inherited the lock may."""
         lock, self.lock = self.lock, None
@@ -87,14 +106,21 @@ def remove_orphans(parent: Path, prefix: str) -> None:
 def _remove_orphan(folder: Path) -> None:
     if folder.lstat().st_uid != os.getuid():
         return
-    with (folder / _LOCK).open("r+b") as lock:
+    try:
+        lock = (folder / _LOCK).open("r+b")
+    except FileNotFoundError:
+        aged = time.time() - folder.stat().st_mtime > _UNLOCKED_S
+        if aged and [entry.name for entry in folder.iterdir()] == [_LOCKING]:
+            shutil.rmtree(folder)
+        return
+    with lock:
         if lock.read() == socket.gethostname().encode():
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _remove(folder)
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder, its lock file last: without that, nobody would try again."""
+    """Remove a folder. Remove the lock file last: a folder without it is never looked at again."""
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
@@ -115,12 +141,13 @@ def _of_this_host(parent: Path, prefix: str) -> str:
 
 def _locked(folder: Path) -> int | None:
     """Lock a file in the folder while its owner lives; the system releases the lock when the last owner has ended."""
-    lock = os.open(folder / f"{_LOCK}ing", os.O_RDWR | os.O_CREAT, 0o600)
+    lock = os.open(folder / _LOCKING, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         os.write(lock, socket.gethostname().encode())
         fcntl.flock(lock, fcntl.LOCK_EX)
-    except OSError:  # a file system without locks; other processes leave a folder without the lock's file alone
+    except OSError:  # a file system without locks; other processes leave a folder without either file alone
         os.close(lock)
+        (folder / _LOCKING).unlink()
         return None
-    (folder / f"{_LOCK}ing").rename(folder / _LOCK)  # the final name never exists unlocked
+    (folder / _LOCKING).rename(folder / _LOCK)  # the final name never exists unlocked
     return lock
