@@ -197,7 +197,8 @@ class FleetBackend(Backend):
                 state=engine.state.value,
             )
         else:
-            await _update_ended(engine, tell)
+            seconds = min(engine.config.timeouts.weight_update, self.config.timeouts.start / 2)
+            await _update_ended(engine, seconds, tell)
 
     @staticmethod
     async def _facts_of(engine: InferenceEngine) -> Facts:
@@ -437,21 +438,21 @@ class FleetBackend(Backend):
         await self.control.unload_adapter(lora_name)
 
 
-async def _update_ended(engine: InferenceEngine, tell: Callable[[str], None]) -> None:
+async def _update_ended(engine: InferenceEngine, seconds: float, tell: Callable[[str], None]) -> None:
     """Wait until no holder updates the engine's weights: an engine applies to its end what a killed fleet has sent.
 
-    After ``timeouts.weight_update`` the engine is taken as it is, and is stale.
+    After ``seconds``, which must end before the fleet's start does, the engine is taken as it is, and is stale.
     """
     controller, changed = engine.parts.controller, asyncio.Event()
     controller.subscribe(changed.set)
     try:
-        async with asyncio.timeout(engine.config.timeouts.weight_update):
+        async with asyncio.timeout(seconds):
             while engine.state is EngineState.UPDATING:
                 tell("waiting for a weight update of another holder to end")
                 changed.clear()
                 await changed.wait()
     except TimeoutError:
-        tell(f"a weight update of another holder goes on after {engine.config.timeouts.weight_update:g} s")
+        tell(f"a weight update of another holder goes on after {seconds:g} s")
     finally:
         controller.unsubscribe(changed.set)
 

@@ -115,7 +115,7 @@ class InferenceEngineClient(InferenceEngine):
 
         The fleet serves the weights that most engines have, or the first engine's if no others are more common. Engines
         have the same weights if one update brought them, or if they loaded the same folder, under the same version. The
-        other engines are stale. Adapters that the engines have loaded are unloaded.
+        other engines are stale. Adapters that the engines have loaded are unloaded, except those that requests use.
 
         Raises:
             InvalidConfig: Two engines differ in their model, tokenizer or dtype.

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from drivetrain.errors import EngineStateError, InvalidRequest
+from drivetrain.errors import EngineBusy, EngineStateError, InvalidRequest
 from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain.types.weights import LoraSource, WeightUpdateRequest
 from drivetrain_fleet.kept_adapters import KeptAdapters
 from drivetrain_fleet.members import Member, Members, Outcomes, named, no_member, on_each, require_some
+
+logger = logging.getLogger("drivetrain.fleet")
 
 _UNDONE = "The others were put back"
 
@@ -222,12 +225,19 @@ class FleetControl:
 
     async def load_adapter(self, name: str, adapter: FleetAdapter) -> None:
         """Load an adapter on all members; if one refuses, unload it from the others."""
+        begun: set[Member] = set()
 
         async def load(member: Member) -> None:
+            if name in member.foreign_adapters:
+                if name in member.engine.parts.loaded_adapters.names:
+                    await member.calls.unload_lora_adapter(name)
+                member.foreign_adapters.discard(name)
+            begun.add(member)
             await member.calls.load_lora_adapter(name, adapter.path, adapter.pinned)
 
         async def back() -> None:
-            has = [member for member in self.members.servable if name in member.engine.parts.loaded_adapters.names]
+            has = [one for one in self.members.servable if name in one.engine.parts.loaded_adapters.names]
+            has = [one for one in has if one in begun]
             await self._undo(has, f"loading {name!r}", lambda member: member.calls.unload_lora_adapter(name))
 
         async with self._put_back_if_given_up(back):
@@ -275,14 +285,24 @@ class FleetControl:
         self.adapters[source.lora_name] = FleetAdapter(path, pinned)
 
     async def align_all(self) -> None:
-        """Give each synced member exactly the fleet's adapters; one that refuses is stale until the next update."""
+        """Give each synced member the fleet's adapters; one that refuses is stale until the next update."""
         outcomes = await self._on_each(self.members.synced, self.align)
         self._left_over(outcomes, "it has adapters that are not the fleet's")
 
     async def align(self, member: Member) -> None:
-        """Give a member exactly the fleet's adapters. An adapter of the same name is replaced if it is another one."""
+        """Give a member the fleet's adapters, and unload its own ones, except those that another holder uses.
+
+        Those stay loaded: no request of the fleet can name one until the fleet loads an adapter of this name.
+        """
+        member.foreign_adapters.clear()
         for name in member.engine.parts.loaded_adapters.names:
-            await member.calls.unload_lora_adapter(name)
+            try:
+                await member.calls.unload_lora_adapter(name)
+            except EngineBusy as error:
+                if name in self.adapters:
+                    raise
+                member.foreign_adapters.add(name)
+                logger.warning("%s keeps the adapter %r of another holder: %s", member.name, name, error)
         for name, adapter in self.adapters.items():
             try:
                 await member.calls.load_lora_adapter(name, adapter.path, adapter.pinned)

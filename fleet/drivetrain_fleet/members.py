@@ -71,6 +71,8 @@ class Member:
         self.load = Load()
         self.held = False
         """True while this member is paused by the fleet."""
+        self.foreign_adapters: set[str] = set()
+        """Names of adapters that another holder has loaded and used when the fleet wanted to unload them."""
         self._changed = changed
         self._watching = False
         self._ours = 0

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from drivetrain import InferenceEngine, MemoryTag, WeightUpdateRequest, attach
+from drivetrain import EngineBusy, InferenceEngine, InvalidRequest, MemoryTag, WeightUpdateRequest, attach
 from drivetrain.types.weights import DiskSource
 from drivetrain_conformance.assets.made_adapters import make_adapter
 from drivetrain_fleet import Health
 from drivetrain_weight_sync import WeightSync
-from fleets import GREEDY, OWNER, Fleet, fleet_of, local, tensors_for, until
+from fleets import GREEDY, LONG, OWNER, Fleet, fleet_of, local, tensors_for, until
 from warm_python import running
 
 FLEET = """
@@ -169,11 +169,17 @@ async def test_a_fleet_waits_for_the_end_of_an_update_that_is_under_way(model: P
             await fleet.teardown()
 
 
-async def test_a_fleet_does_not_wait_for_ever_for_an_update_of_another(model: Path) -> None:
-    async with local(model, timeouts={"weight_update": 0.2}) as one:
+@pytest.mark.parametrize("timeouts", [{"weight_update": 0.2}, {"start": 12.0, "close": 1.0}], ids=["update", "start"])
+async def test_a_fleet_does_not_wait_for_ever_for_an_update_of_another(model: Path, timeouts: dict[str, float]) -> None:
+    async with local(model) as one, local(model) as two:
+        pages = await attached_to(one, two)
+        for page in pages:
+            shorter = page.config.timeouts.model_copy(update=timeouts)
+            page.config = page.config.model_copy(update={"timeouts": shorter})
         request = WeightUpdateRequest(version="step-5", source=DiskSource(path=str(model)))
         async with one.weight_update(request) as update:
-            async with fleet_of([*await attached_to(one), local(model)], model) as fleet:
+            await until(lambda: pages[0].state.value == "updating")
+            async with fleet_of(pages, model) as fleet:
                 assert fleet.health() == ["stale", "ready"]
             for index in range(update.buckets):
                 await update.load([index])
@@ -201,6 +207,52 @@ async def test_adapters_of_an_earlier_fleet_do_not_stay_on_its_engines(model: Pa
             await fleet.load_lora_adapter("a", str(tmp_path))
             output = await fleet.generate([[i] for i in range(4)], GREEDY, lora="a")
             assert len(output.completions) == 4
+
+
+async def test_an_adapter_in_use_stays_and_its_engine_serves(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_adapter(model, tmp_path, seed=1)
+    async with local(model, enable_lora=True) as one, local(model, enable_lora=True) as two:
+        holder = await attach(await one.handle())
+        await holder.load_lora_adapter("a", str(tmp_path))
+        await holder.load_lora_adapter("idle", str(tmp_path))
+        using = asyncio.create_task(holder.generate([[1]], LONG, lora="a"))
+        await until(lambda: one.parts.in_flight.using_lora("a"))
+        async with fleet_of(await attached_to(one), model) as fleet:
+            assert fleet.health() == ["ready"]
+            await fleet.add(*await attached_to(two))
+            assert fleet.health() == ["ready", "ready"]
+            assert one.parts.loaded_adapters.names == ("a",)
+            assert "engine-0 keeps the adapter 'a' of another holder" in caplog.text
+            output = await fleet.generate([[i] for i in range(4)], GREEDY)
+            assert len(output.completions) == 4
+            with pytest.raises(InvalidRequest, match="'a' is not loaded"):
+                await fleet.generate([[1]], GREEDY, lora="a")
+            with pytest.raises(EngineBusy, match="used by 1 requests"):
+                await fleet.load_lora_adapter("a", str(tmp_path))
+            assert fleet.health() == ["ready", "ready"]
+            assert [engine.parts.loaded_adapters.names for engine in (one, two)] == [("a",), ()]
+            using.cancel()
+            await asyncio.wait([using])
+            await fleet.load_lora_adapter("a", str(tmp_path))
+            output = await fleet.generate([[i] for i in range(4)], GREEDY, lora="a")
+            assert len(output.completions) == 4
+            await fleet.unload_lora_adapter("a")
+            assert [engine.parts.loaded_adapters.names for engine in (one, two)] == [(), ()]
+        await holder.teardown()
+
+
+async def test_an_engine_joins_although_another_holder_uses_its_adapter(model: Path, tmp_path: Path) -> None:
+    make_adapter(model, tmp_path, seed=1)
+    async with local(model, enable_lora=True) as one, local(model, enable_lora=True) as two:
+        await one.load_lora_adapter("a", str(tmp_path))
+        using = asyncio.create_task(one.generate([[1]], LONG, lora="a"))
+        await until(lambda: one.parts.in_flight.using_lora("a"))
+        async with fleet_of(await attached_to(two), model) as fleet:
+            await fleet.add(*await attached_to(one))
+            assert fleet.health() == ["ready", "ready"]
+            using.cancel()
 
 
 # Engines that join ------------------------------------------------------------------------------------------------
