@@ -62,6 +62,7 @@ def register() -> None:
 
 
 def worker_of(scheduler: Any) -> Worker:
+    """Return the scheduler's worker, made at the first call."""
     worker: Worker | None = getattr(scheduler, _WORKER, None)
     if worker is None:
         worker = Worker(scheduler)
