@@ -218,10 +218,11 @@ async def test_an_adapter_in_use_stays_and_its_engine_serves(
         await holder.load_lora_adapter("a", str(tmp_path))
         await holder.load_lora_adapter("idle", str(tmp_path))
         using = asyncio.create_task(holder.generate([[1]], LONG, lora="a"))
-        await until(lambda: one.parts.in_flight.using_lora("a"))
+        await until(lambda: one.parts.in_flight.using_lora("a") > 0)
         async with fleet_of(await attached_to(one), model) as fleet:
             assert fleet.health() == ["ready"]
-            await fleet.add(*await attached_to(two))
+            (other,) = await attached_to(two)
+            await fleet.add(other)
             assert fleet.health() == ["ready", "ready"]
             assert one.parts.loaded_adapters.names == ("a",)
             assert "engine-0 keeps the adapter 'a' of another holder" in caplog.text
@@ -248,9 +249,10 @@ async def test_an_engine_joins_although_another_holder_uses_its_adapter(model: P
     async with local(model, enable_lora=True) as one, local(model, enable_lora=True) as two:
         await one.load_lora_adapter("a", str(tmp_path))
         using = asyncio.create_task(one.generate([[1]], LONG, lora="a"))
-        await until(lambda: one.parts.in_flight.using_lora("a"))
+        await until(lambda: one.parts.in_flight.using_lora("a") > 0)
         async with fleet_of(await attached_to(two), model) as fleet:
-            await fleet.add(*await attached_to(one))
+            (other,) = await attached_to(one)
+            await fleet.add(other)
             assert fleet.health() == ["ready", "ready"]
             using.cancel()
 
