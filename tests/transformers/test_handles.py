@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import errno
 import os
 import pickle
+import shutil
 import signal
 import stat
 import threading
@@ -36,6 +38,7 @@ from drivetrain import (
     create_engine,
 )
 from drivetrain.attached.connection import OwnerConnection
+from drivetrain.backend.toolkit.owned_folder import OwnedFolder
 from drivetrain.engine import listener
 from drivetrain.engine.holder_calls import Claims, HolderCalls
 from drivetrain.process.wire import from_host, read
@@ -599,3 +602,19 @@ def test_an_event_loop_that_ends_within_a_holders_update_leaves_it(model: Path, 
     assert not reported
     assert engine.get_weight_version() == "initial"
     assert engine.state in (EngineState.DIRTY, EngineState.FAILED)
+
+
+async def test_an_engine_closes_though_its_sockets_folder_cannot_be_removed(
+    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def busy(folder: OwnedFolder) -> None:
+        raise OSError(errno.EBUSY, "Device or resource busy", str(folder.path))
+
+    engine = create_engine("transformers", model=str(model), isolation="inline")
+    await engine.start()
+    folder = Path((await engine.handle()).address.removeprefix("unix:")).parent
+    monkeypatch.setattr(OwnedFolder, "remove", busy)
+    await engine.teardown()
+    assert engine.state is EngineState.CLOSED
+    assert "the folder of an engine's socket stays" in caplog.text
+    shutil.rmtree(folder)

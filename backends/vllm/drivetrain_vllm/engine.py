@@ -264,7 +264,7 @@ class VLLMBackend(WorkerBackend[Collected]):
             await asyncio.to_thread(engine.shutdown)
         self._plain.close()
         if self._sockets is not None:
-            self._sockets.remove()
+            self._sockets.remove_or_leave("the folder of vLLM's sockets")
 
     async def died(self) -> EngineError:
         """Wait until vLLM reports that its engine core ended; the core's process may live on for seconds."""

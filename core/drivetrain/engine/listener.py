@@ -158,7 +158,7 @@ class EngineListener:
         self.parts.controller.unsubscribe(self._changed)
         await asyncio.to_thread(self.pulses.stop)
         if self._folder is not None:
-            self._folder.remove()
+            self._folder.remove_or_leave("the folder of an engine's socket")
 
 
 class HolderConnection(RpcServer):

@@ -122,7 +122,7 @@ class FrontEnds(OtherProcesses):
         await asyncio.gather(*(one.end() for one in self._each))
         if self._serving is not None:
             await self._serving.close()
-        self._folder.remove()
+        self._folder.remove_or_leave("the folder of the front-ends' sockets")
 
     # Other processes ---------------------------------------------------------------------------------------------
 
