@@ -13,6 +13,8 @@ from pathlib import Path
 import psutil
 from hypothesis import strategies as st
 
+from drivetrain.process.process_tree import runs
+
 
 class Victim(Enum):
     """The process that is struck."""
@@ -144,14 +146,6 @@ class Stage:
         file = self.folder / "passed"
         lines = [line.split() for line in file.read_text().splitlines()] if file.exists() else []
         return [(int(pid), int(rank), point) for pid, rank, *point in lines]
-
-
-def runs(process: psutil.Process) -> bool:
-    """Return True if a process runs; a killed orphan that init has not reaped yet (a zombie) does not."""
-    try:
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
 
 
 def gone(processes: Sequence[psutil.Process], within: float) -> bool:

@@ -15,7 +15,7 @@ import pytest
 from cgroups import freezer
 from drivetrain import EngineDied, GenerateRequest, GenerateResult
 from drivetrain.process import HostedBackend
-from drivetrain.process.process_tree import shared_memory_of
+from drivetrain.process.process_tree import runs, shared_memory_of
 
 Ask = Callable[..., GenerateRequest]
 Make = Callable[..., HostedBackend]
@@ -24,11 +24,6 @@ BOUND = 60.0
 """Seconds after which a wait counts as hanging."""
 
 pytestmark = pytest.mark.parametrize("hosts", ["spawned", "forked"])
-
-
-def runs(process: psutil.Process) -> bool:
-    """Return True if a process runs; a killed orphan that init has not reaped yet (a zombie) does not."""
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
 async def started(backend: HostedBackend) -> int:

@@ -15,6 +15,7 @@ import pytest
 
 import warm_python
 from drivetrain import InferenceEngine, create_engine
+from drivetrain.process.process_tree import runs
 from fleets import until
 from warm_python import Program, running
 
@@ -60,12 +61,8 @@ def owned(temporary: Path) -> list[Path]:
     return [*temporary.glob("drivetrain-host-*"), *temporary.glob("drivetrain-engine-*")]
 
 
-def ended(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-
-
 async def until_ended(pid: int) -> None:
-    await until(lambda: ended(pid))
+    await until(lambda: not psutil.pid_exists(pid) or not runs(psutil.Process(pid)))
 
 
 @asynccontextmanager

@@ -127,6 +127,30 @@ def test_a_core_whose_host_was_killed_alone_ends_the_rest_of_it(marked: bool, tm
             worker.kill()
 
 
+_OUTLIVES_ITS_FIRST_THREAD = """
+import ctypes, threading
+def say():
+    print("first thread ends", flush=True)
+    ended.wait()
+ended = threading.Event()
+threading.Thread(target=say).start()
+ctypes.CDLL(None).pthread_exit(None)
+"""
+
+
+def test_a_process_runs_until_its_last_thread_has_ended() -> None:
+    with subprocess.Popen([sys.executable, "-c", _OUTLIVES_ITS_FIRST_THREAD], stdout=subprocess.PIPE) as ran:
+        process = psutil.Process(ran.pid)
+        try:
+            assert ran.stdout is not None
+            assert ran.stdout.readline()
+            until(lambda: process.status() == psutil.STATUS_ZOMBIE)
+            assert runs(process)
+        finally:
+            process.kill()
+        until(lambda: not runs(process))
+
+
 def until(condition: Callable[[], bool]) -> None:
     ends = time.monotonic() + HANGING
     while not condition():

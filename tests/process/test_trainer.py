@@ -14,6 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from drivetrain.process.process_tree import runs
+
 TRAINER = """
 import asyncio, atexit, os, sys, time
 from drivetrain import EngineConfig, GenerateRequest, LogprobsMode, SamplingParams
@@ -62,7 +64,7 @@ def rest_of_output(process: subprocess.Popen[str]) -> str:
 def gone(*processes: psutil.Process, within: float) -> bool:
     """Return True if all processes end in time; a zombie, which init has not reaped yet, counts as ended."""
     until = time.monotonic() + within
-    while any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes):
+    while any(map(runs, processes)):
         if time.monotonic() > until:
             return False
         time.sleep(0.01)

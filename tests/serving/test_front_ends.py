@@ -21,6 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cgroups import freezer
 from drivetrain import EngineStartError, InferenceEngine, PauseMode, attach, create_engine
+from drivetrain.process.process_tree import runs
 from drivetrain_serving import Server, ServerConfig, SessionConfig
 from drivetrain_serving.front_ends import supervision
 from drivetrain_serving.front_ends.calls import FRONT_END, Caller
@@ -481,6 +482,6 @@ def begun() -> set[psutil.Process]:
     found = set()
     for process in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):
-            if process.status() != psutil.STATUS_ZOMBIE and "drivetrain_serving.front_ends" in process.cmdline():
+            if runs(process) and "drivetrain_serving.front_ends" in process.cmdline():
                 found.add(process)
     return found

@@ -18,6 +18,7 @@ import psutil
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.engine.states import EngineState
 from drivetrain.errors import DeadlineExceeded, DrivetrainError, EngineDied, EngineStartError, EngineStateError
+from drivetrain.process.process_tree import runs
 from drivetrain.types.capability import Capability
 from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain.types.sampling import SamplingParams
@@ -306,17 +307,9 @@ def _signal_host(engine: InferenceEngine, number: signal.Signals) -> None:
 async def _left(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
     """Return the processes that still run after some time; return early once none does."""
     countdown = Countdown()
-    while (left := [process for process in processes if _runs(process)]) and countdown.left():  # noqa: ASYNC110
+    while (left := [process for process in processes if runs(process)]) and countdown.left():  # noqa: ASYNC110
         await asyncio.sleep(0.02)
     return left
-
-
-def _runs(process: psutil.Process) -> bool:
-    """Return True if a process runs; a killed orphan that init has not reaped yet (a zombie) does not."""
-    try:
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
 
 
 def _long(engine: InferenceEngine, tokens: int = 800) -> SamplingParams:

@@ -16,6 +16,7 @@ import psutil
 
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.errors import InvalidConfig, UnsupportedCapability
+from drivetrain.process.process_tree import runs
 from drivetrain.types.capability import Capability
 from drivetrain_conformance.assets.served_models import ModelKind, Models
 from drivetrain_conformance.harness.capability_results import CapabilityResults
@@ -256,8 +257,7 @@ class Runner:
 
 def _children() -> frozenset[int]:
     """Return the pids of this process's running descendants, zombies excluded."""
-    alive = (child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE)
-    return frozenset(child.pid for child in alive)
+    return frozenset(child.pid for child in psutil.Process().children(recursive=True) if runs(child))
 
 
 def _has(hardware: Hardware) -> bool:

@@ -27,6 +27,7 @@ from drivetrain.create import create_engine
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.engine.states import EngineState
 from drivetrain.process.host_log import with_end_of_log
+from drivetrain.process.process_tree import runs
 from drivetrain.testing import tiny_model
 from drivetrain.types.config import EngineConfig, Task
 from drivetrain_conformance.harness.suite import Suite
@@ -91,7 +92,7 @@ class Server:
     @property
     def is_alive(self) -> bool:
         """True while the server's process runs."""
-        return self.process.is_running() and self.process.status() != psutil.STATUS_ZOMBIE
+        return runs(self.process)
 
     def _wait(self) -> None:
         ends = time.monotonic() + START_S

@@ -163,8 +163,14 @@ def signal_name(number: int) -> str:
 
 
 def runs(process: psutil.Process) -> bool:
-    """Return True if the process has not ended; a zombie has ended."""
+    """Return True until all threads of the process have ended; a zombie that its parent has not reaped has ended.
+
+    The first thread of a killed process can be a zombie before the others have ended, which still hold its memory, its
+    files and their locks.
+    """
     try:
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+        if not process.is_running():
+            return False
+        return bool(process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1)
     except psutil.NoSuchProcess:
         return False
