@@ -36,7 +36,9 @@ from drivetrain_serving.vllm.control import ControlRoutes
 from drivetrain_serving.vllm.embeddings import EmbeddingRoute
 from drivetrain_serving.vllm.generation import GenerationRoutes
 from drivetrain_serving.vllm.tokens import TokenRoutes
+from drivetrain_serving.vllm.weight_checker import WeightCheckerRoute
 from drivetrain_serving.vllm.weight_transfer import WeightTransferRoutes
+from drivetrain_serving.weight_checks import WeightChecks
 from drivetrain_weight_sync.trainer_groups.weight_groups import WeightGroups
 
 Answer = Callable[[Request], Awaitable[Response]]
@@ -71,7 +73,8 @@ def application(served: ServedEngine) -> Starlette:
     transfer = WeightTransferRoutes(engine, weight_groups, config)
     counts = RequestCounts()
     operations, control = OperationRoutes(served, counts), ControlRoutes(served, transfer)
-    sglang_routes = SGLangRoutes(served, weight_groups)
+    checks = WeightChecks(engine, weight_groups)
+    sglang_routes = SGLangRoutes(served, weight_groups, checks)
     generation = (
         GenerationRoutes(served, sglang_errors.flat_body, openai_fields.translated)
         if sglang
@@ -130,6 +133,7 @@ def application(served: ServedEngine) -> Starlette:
         "/reset_encoder_cache": control.reset_other_cache,
         "/update_weights": control.update_weights,
         "/update_weight_version": control.update_weight_version,
+        "/weight_checker": WeightCheckerRoute(checks, config).weight_checker,
         "/v1/load_lora_adapter": control.load_lora_adapter,
         "/load_lora_adapter": control.reload_lora_adapter,
         "/v1/unload_lora_adapter": control.unload_lora_adapter,

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 IDS = [5, 6, 7]
 SHORT: dict[str, Any] = {"max_tokens": 4, "temperature": 0}
 MESSAGES = [{"role": "user", "content": "add"}]
-REFUSING = {"/start_draft_weight_update", "/weights_checker", *TENSOR_ROUTES}
+REFUSING = {"/start_draft_weight_update", *TENSOR_ROUTES}
 """Routes that answer no request with 200."""
 ELSEWHERE = {"/v1/embeddings", "/init_weight_transfer_engine", "/start_profile", "/stop_profile"}
 """Routes whose answers with 200 need an engine of another task, two GPUs, or an engine that profiles."""
@@ -258,7 +258,13 @@ async def change_weights(site: Site, trainer: Trainer, model: Path, other_model:
         name = {"name": tensors[0]["name"], "truncate_size": 2}
         await site.ask(method, "/get_weights_by_name", json=name)
         await site.ask(method, "/get_weights_by_name", 400, json={"name": "absent"})
-        await site.ask(method, "/weights_checker", 400, json={})
+        for action in ("checksum", "snapshot", "compare", "reset_tensors"):
+            await site.ask(method, "/weights_checker", json={"action": action})
+        await site.ask(method, "/weights_checker", 400, json={"action": "compare"})
+    checksums = (await site.post("/weight_checker", action="checksum")).json()["checksums"]
+    await site.post("/weight_checker", action="compare", baseline=checksums)
+    await site.post("/weight_checker", action="reset")
+    await site.post("/weight_checker", 400)
     for path in TENSOR_ROUTES:
         await site.post(path, 501)
     await site.post("/start_draft_weight_update", 501)

@@ -78,7 +78,8 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "/init_weight_transfer_engine": ("init_info",),
     "/finish_weight_update": ("weight_version",),
     "/get_weights_by_name": ("name", "truncate_size"),
-    "/weights_checker": ("action", "baseline"),
+    "/weights_checker": ("action", "allow_quant_error", "skip_tensor_list", "selector"),
+    "/weight_checker": ("action", "baseline"),
     **dict.fromkeys(
         ("/v1/load_lora_adapter", "/load_lora_adapter", "/v1/unload_lora_adapter", "/unload_lora_adapter"),
         ("lora_name", "lora_path", "load_inplace"),

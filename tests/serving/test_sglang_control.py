@@ -235,12 +235,6 @@ async def test_pickles_and_handles_are_refused(client: httpx.AsyncClient, path: 
     assert (response.status_code, response.json()["success"]) == (501, False)
 
 
-async def test_no_checksum_is_made_up(client: httpx.AsyncClient) -> None:
-    for action in ("checksum", "snapshot", "reset_tensors", "compare"):
-        response = await client.post("/weights_checker", json={"action": action})
-        assert (response.status_code, response.json()["success"]) == (400, False)
-
-
 async def test_adapters_are_loaded_replaced_and_unloaded(
     sglang: httpx.AsyncClient, engine: InferenceEngine, adapters: Path
 ) -> None:

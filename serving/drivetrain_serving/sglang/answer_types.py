@@ -124,6 +124,35 @@ class VersionRenamed(WeightsChanged):
     new_version: str
 
 
+class Placement(TypedDict):
+    """An engine's place among those of a fleet. One rank stands for all of an engine: its tensors are whole."""
+
+    role: Literal["target"]
+    tp_rank: Literal[0]
+    tp_size: Literal[1]
+    dp_rank: int
+    dp_size: int
+    pp_rank: Literal[0]
+    pp_size: Literal[1]
+    rank: int
+    size: int
+
+
+class EngineChecksums(TypedDict):
+    """Checksums of an engine's tensors by name, and one of all."""
+
+    checksums: dict[str, str]
+    per_gpu_checksum: str
+    parallelism_info: Placement
+
+
+class WeightsChecked(WeightsChanged):
+    """Answer of ``/weights_checker``; checksums of each engine are there if they were asked for."""
+
+    ranks: NotRequired[list[EngineChecksums]]
+    per_engine_checksum: NotRequired[str]
+
+
 class AdaptersChanged(TypedDict):
     """Answer of the routes that load and unload adapters."""
 

@@ -16,6 +16,7 @@ from drivetrain_serving.sglang.generation import GenerateRoute
 from drivetrain_serving.sglang.tokens import TokenRoutes
 from drivetrain_serving.sglang.weight_groups import WeightGroupRoutes
 from drivetrain_serving.sglang.weights import WeightRoutes
+from drivetrain_serving.weight_checks import WeightChecks
 from drivetrain_weight_sync.trainer_groups.weight_groups import WeightGroups
 
 Answer = Callable[[Request], Awaitable[Response]]
@@ -45,12 +46,12 @@ class PathAnswer:
 class SGLangRoutes:
     """All routes of this dialect over one served engine."""
 
-    def __init__(self, served: ServedEngine, weight_groups: WeightGroups) -> None:
+    def __init__(self, served: ServedEngine, weight_groups: WeightGroups, checks: WeightChecks) -> None:
         self.generation = GenerateRoute(served)
         self.control = ControlRoutes(served, self.generation, weight_groups)
         self.groups = WeightGroupRoutes(weight_groups, served.config)
         self.description = DescriptionRoutes(served)
-        self.weights = WeightRoutes(served, weight_groups)
+        self.weights = WeightRoutes(served, weight_groups, checks)
         self.tokens = TokenRoutes(served)
 
     def always(self) -> list[PathAnswer]:

@@ -14,18 +14,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from drivetrain.checks.safe_repr import shown
-from drivetrain.errors import DrivetrainError, InvalidRequest, UnsupportedCapability
+from drivetrain.errors import DrivetrainError, InvalidRequest, UnsupportedCapability, WeightVerifyFailed
 from drivetrain.types.capability import Capability
 from drivetrain.types.modes import PauseMode
 from drivetrain.types.weights import TensorData
 from drivetrain_serving.http_layer.answers import json_answer
-from drivetrain_serving.http_layer.bodies import read_fields, text_of
+from drivetrain_serving.http_layer.bodies import list_of, read_fields, text_of
 from drivetrain_serving.http_layer.error_statuses import described
 from drivetrain_serving.http_layer.route_docs import Fields, documented
 from drivetrain_serving.served_engine import ServedEngine
 from drivetrain_serving.sglang import answer_types as types
 from drivetrain_serving.sglang.control import flag
 from drivetrain_serving.sglang.errors import FailureBody, failure_answer, status_here
+from drivetrain_serving.weight_checks import Checksums, WeightChecks, overall
 from drivetrain_weight_sync.trainer_groups.weight_groups import WeightGroups
 
 _REFUSED_OF_DISK: Final = ("is_async", "keep_pause", "recapture_cuda_graph", "manifest")
@@ -37,6 +38,9 @@ _ROWS: Final = 100
 """Rows of ``/get_weights_by_name`` if no number is asked for."""
 
 
+_ACTIONS: Final = ("checksum", "snapshot", "reset_tensors", "compare")
+"""Actions of ``/weights_checker``."""
+_SELECTORS: Final = ("all", "target")
 _TEXT: Final[dict[str, JsonValue]] = {"type": "string", "minLength": 1}
 _FLAG: Final[dict[str, JsonValue]] = {"type": ["boolean", "null"]}
 _ONLY_OFF: Final[dict[str, JsonValue]] = {"enum": [None, False, "", []]}
@@ -73,7 +77,18 @@ class NewVersionFields(Fields):
 class CheckerFields(Fields):
     """A request to ``/weights_checker``."""
 
-    action: object = Field(default="checksum", description="Refused.", json_schema_extra={"type": "string"})
+    action: object = Field(
+        default="checksum",
+        description="Answers with checksums, keeps them, serves random weights, or compares with those kept.",
+        json_schema_extra={"enum": [*_ACTIONS]},
+    )
+    allow_quant_error: object = Field(default=None, description="Changes nothing.", json_schema_extra=_FLAG)
+    skip_tensor_list: object = Field(
+        default=None,
+        description="Parts of the names of tensors that are left out.",
+        json_schema_extra={"type": ["array", "null"], "items": {"type": "string"}},
+    )
+    selector: object = Field(default="all", description="Weights.", json_schema_extra={"enum": [*_SELECTORS]})
 
 
 class TensorFields(Fields):
@@ -106,9 +121,10 @@ Numbers = float | list[JsonValue]
 class WeightRoutes:
     """Routes on the served engine's weights and adapters."""
 
-    def __init__(self, served: ServedEngine, weight_groups: WeightGroups) -> None:
+    def __init__(self, served: ServedEngine, weight_groups: WeightGroups, checks: WeightChecks) -> None:
         self._served = served
         self._weight_groups = weight_groups
+        self._checks = checks
         self._engine = served.engine
 
     # Updates -----------------------------------------------------------------------------------------------------
@@ -164,15 +180,43 @@ class WeightRoutes:
         )
         return json_answer(FailureBody(success=False, message=str(refusal), drivetrain=described(refusal)), 501)
 
-    @documented(body=CheckerFields, statuses=(), errors=(FailureBody,), media=())
+    @documented(body=CheckerFields, answer=types.WeightsChecked, errors=(FailureBody,))
     async def weights_checker(self, request: Request) -> Response:
-        """Refuse ``/weights_checker``: engines keep no snapshot of their weights, and make no checksum on demand."""
-        action = shown((await read_fields(request, self._served.config, CheckerFields)).action)
-        refusal = InvalidRequest(
-            f"action={action} is not supported; drivetrain's own weight sync verifies every tensor of an update",
-            field="action",
-        )
-        return failure_answer(refusal)
+        """Answer ``/weights_checker``: checksums, a snapshot of them, a comparison with it, or random weights.
+
+        As an update quantises as a load does, the comparison is exact whatever ``allow_quant_error`` says.
+        """
+        asked = await read_fields(request, self._served.config, CheckerFields)
+        try:
+            return json_answer(await self._checked(asked))
+        except WeightVerifyFailed as error:
+            return json_answer(FailureBody(success=False, message=str(error), drivetrain=described(error)), 400)
+        except DrivetrainError as error:
+            return failure_answer(error)
+
+    async def _checked(self, asked: CheckerFields) -> types.WeightsChecked:
+        skipped = [] if asked.skip_tensor_list is None else list_of(asked.skip_tensor_list, "skip_tensor_list")
+        leave_out = [text_of(one, "skip_tensor_list") for one in skipped]
+        flag(asked.allow_quant_error, "allow_quant_error")
+        if asked.selector not in _SELECTORS:
+            raise InvalidRequest(f"selector={shown(asked.selector)}: there is no draft model", field="selector")
+        done = types.WeightsChecked(success=True, message="Success.")
+        match asked.action:
+            case "checksum":
+                checksums = await self._checks.checksums(leave_out)
+                done["ranks"] = [_of_engine(one, at, len(checksums)) for at, one in enumerate(checksums)]
+                done["per_engine_checksum"] = overall({str(at): overall(one) for at, one in enumerate(checksums)})
+            case "snapshot":
+                await self._checks.take_snapshot()
+            case "reset_tensors":
+                await self._checks.reset(leave_out)
+            case "compare":
+                if changed := await self._checks.changed_since_snapshot(leave_out):
+                    message = f"these tensors differ from the snapshot: {', '.join(changed)}"
+                    raise WeightVerifyFailed(message, tensors=changed)
+            case _:
+                raise InvalidRequest(f"action={shown(asked.action)}: expected {', '.join(_ACTIONS)}", field="action")
+        return done
 
     @documented(body=TensorFields, answer=Numbers)
     async def get_weights_by_name(self, request: Request) -> Response:
@@ -220,6 +264,21 @@ class WeightRoutes:
             success=False, error_message=str(error), loaded_adapters=None, drivetrain=described(error)
         )
         return json_answer(body, status_here(error))
+
+
+def _of_engine(checksums: Checksums, place: int, engines: int) -> types.EngineChecksums:
+    placement = types.Placement(
+        role="target",
+        tp_rank=0,
+        tp_size=1,
+        dp_rank=place,
+        dp_size=engines,
+        pp_rank=0,
+        pp_size=1,
+        rank=place,
+        size=engines,
+    )
+    return types.EngineChecksums(checksums=checksums, per_gpu_checksum=overall(checksums), parallelism_info=placement)
 
 
 def _check_update(asked: FromDiskFields) -> None:

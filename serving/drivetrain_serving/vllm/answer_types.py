@@ -516,6 +516,25 @@ class WeightInfo(TypedDict):
     weight_version: str
 
 
+class WeightChecksums(TypedDict):
+    """Answer of ``/weight_checker`` to ``checksum``: by vLLM's name of the rank and the tensor's name."""
+
+    checksums: dict[str, str]
+
+
+class WeightsReset(TypedDict):
+    """Answer of ``/weight_checker`` to ``reset``."""
+
+    status: Literal["reset"]
+
+
+class WeightsCompared(TypedDict):
+    """Answer of ``/weight_checker`` to ``compare``, with the names of all checksums that differ."""
+
+    match: bool
+    mismatches: list[str]
+
+
 class AdapterReloaded(TypedDict):
     """Answer of ``/load_lora_adapter``."""
 

@@ -188,6 +188,23 @@ class WeightGroups:
             if self._open is not None:
                 await _to_its_end(self._commit(self._open))
 
+    async def replace(self, tensors: Mapping[str, torch.Tensor], version: str) -> None:
+        """Push these tensors as a whole update.
+
+        Args:
+            tensors: Every tensor of the engine's manifest by name, with its shape and dtype, on the CPU.
+            version: Their version.
+
+        Raises:
+            InvalidRequest: An update is open.
+            DrivetrainError: as ``WeightSync.push``.
+        """
+        async with self._turn:
+            if self.is_open:
+                raise InvalidRequest("an update is open; end it first")
+            await _to_its_end(self._push_source(self._connect(), tensors, version))
+            self._committed = None
+
     def drop_open_update(self) -> None:
         """Drop the open update if there is one; call it when the engine got all weights in another way."""
         self._drop("the weights came in another way")
@@ -320,9 +337,12 @@ class WeightGroups:
         # AReaL always asks for it. An engine that cannot abort recomputes the caches of its requests instead.
         if update.abort_requests and self._engine.supports(Capability.ABORT):
             await self._engine.abort_generation()
-        self._source.update(update.tensors)
+        await self._push_source(sync, update.tensors, update.version or self.next_version())
+
+    async def _push_source(self, sync: WeightSync, tensors: Mapping[str, torch.Tensor], version: str) -> None:
+        self._source.update(tensors)
         try:
-            await sync.push(version=update.version or self.next_version())
+            await sync.push(version=version)
         finally:
             self._source.clear()
 
