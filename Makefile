@@ -94,7 +94,7 @@ SCHEMATHESIS ?= schemathesis==4.32.5
 SCHEMATHESIS_READY := .venvs/schemathesis/.ready-$(shell echo '$(SCHEMATHESIS)' | sha256sum | cut -c1-16)
 CASES ?= 5
 
-.PHONY: help setup demo serve-demo test test-unit test-slow test-sglang-server test-vllm-server test-vllm-routes test-sglang-routes test-gateway test-openapi test-status-page test-resume test-asleep test-trainer-half test-trainers train-skyrl train-areal faults faults-fleet faults-holders fuzz conformance conformance-all conformance-remote conformance-ray conformance-fleet conformance-quantised on-engines beside-engines parity parity-page mutants drawn-mutants mutants-of-engine matrix lint lint-mypy lint-pyright lint-contracts site docs bench clean test-skyrl-client test-openrlhf test-trl demo-trl test-trl-teacher test-verl demo-verl test-embeddings test-gyms show-trainers-layers
+.PHONY: help setup demo serve-demo test test-unit test-slow test-sglang-server test-vllm-server test-vllm-routes test-sglang-routes test-gateway test-openapi test-status-page test-resume test-asleep test-trainer-half test-trainers train-skyrl train-areal faults faults-fleet faults-holders fuzz conformance conformance-all conformance-remote conformance-ray conformance-fleet conformance-quantised on-engines beside-engines parity parity-page mutants drawn-mutants mutants-of-engine matrix lint lint-mypy lint-pyright lint-contracts site docs bench clean test-skyrl-client test-openrlhf test-trl demo-trl test-trl-teacher test-verl demo-verl test-embeddings test-weight-groups test-gyms show-trainers-layers
 .PHONY: environments environment-transformers environment-echo environment-trainer environment-trainers environment-sglang environment-sglang-server environment-vllm environment-vllm-server environment-openrlhf environment-trl environment-verl
 
 help: ## show this list
@@ -184,6 +184,12 @@ test-embeddings: environment-$(BACKEND) ## /v1/embeddings of BACKEND beside what
 	@$(ENGINE_ENV) BACKEND=$(BACKEND) PYTHONPATH=tests/helpers OMP_NUM_THREADS=1 $(ENVIRONMENT)/bin/python -m pytest -q \
 		-c /dev/null -o asyncio_default_fixture_loop_scope=module --rootdir tests/serving --noconftest \
 		-p no:cacheprovider tests/serving/embeddings_on_an_engine.py $(ARGS)
+
+test-weight-groups: environment-$(BACKEND) ## weights that a trainer broadcasts to `drivetrain serve` over BACKEND=sglang or vllm, on one rank and on two
+	@$(ENVIRONMENT)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[serve]' pytest-asyncio
+	@$(ENGINE_ENV) PYTHONPATH=tests/helpers OMP_NUM_THREADS=1 BACKEND=$(BACKEND) $(ENVIRONMENT)/bin/python -m pytest -q \
+		-c /dev/null -o asyncio_default_fixture_loop_scope=module --rootdir tests/serving --noconftest \
+		-p no:cacheprovider tests/serving/weight_groups_on_an_engine.py $(ARGS)
 
 # schemathesis pins packages of its own.
 test-openapi: $(READY) $(SCHEMATHESIS_READY) ## requests by chance from our OpenAPI document: no 500, and only documented statuses and forms; CASES=5 for each route
