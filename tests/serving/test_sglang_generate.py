@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import itertools
 import json
+import struct
 from collections.abc import Mapping
 from typing import Any
 
@@ -115,7 +117,8 @@ async def test_without_parameters_128_tokens_are_made(client: httpx.AsyncClient)
         {"top_k": 10**8},
         dict.fromkeys(("top_k", "top_p", "stop", "stop_token_ids", "sampling_seed", "n", "min_p", "logit_bias")),
         {"spaces_between_special_tokens": False, "no_stop_trim": True, "skip_special_tokens": True},
-        {"custom_params": {"return_top_p_token_ids": True}, "beam_width": 1, "choice": []},
+        {"custom_params": {"return_top_p_token_ids": False, "other": 1}, "beam_width": 1, "choice": []},
+        {"custom_params": "text"},
     ],
 )
 async def test_what_trainers_send_without_effect_is_taken(client: httpx.AsyncClient, params: dict[str, object]) -> None:
@@ -124,6 +127,37 @@ async def test_what_trainers_send_without_effect_is_taken(client: httpx.AsyncCli
         client, {**GREEDY, **params}, input_ids=[5, 6], image_data=None, session_id="s", a_later_field={"x": 1}
     )
     assert given["text"] == plain["text"]
+
+
+def int32(text: str) -> list[int]:
+    data = base64.b64decode(text)
+    return [*struct.unpack(f"<{len(data) // 4}i", data)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_ids_left_by_top_p_are_returned_as_slime_reads_them(
+    client: httpx.AsyncClient, engine: InferenceEngine, stream: bool
+) -> None:
+    """slime trains on the ids left to draw each token from, and expects logprobs over these alone."""
+    asked = {"temperature": 1.0, "top_p": 0.5, "max_new_tokens": 8, "ignore_eos": True}
+    params = {**asked, "sampling_seed": 3, "custom_params": {"return_top_p_token_ids": True}}
+    body: dict[str, object] = {"input_ids": PROMPTS[0], "sampling_params": params, "return_logprob": True}
+    if stream:
+        *growing, found = await events(client, **body)
+        assert not any("top_p_token_ids" in one["meta_info"] for one in growing)
+    else:
+        found = await answer(client, **body)
+    (expected,) = await direct(
+        engine, PROMPTS[0], **asked, seed=3, logprobs=0, logprobs_mode="processed", return_sampling_mask=True
+    )
+    assert found["output_ids"] == expected.token_ids
+    meta, mask = found["meta_info"], expected.sampling_mask
+    assert mask is not None
+    ids, offsets = int32(meta["top_p_token_ids"]), int32(meta["top_p_token_offsets"])
+    assert [ids[start:end] for start, end in itertools.pairwise(offsets)] == [mask.ids(one) for one in range(8)]
+    assert offsets[0] == 0
+    assert all(one in mask.ids(position) for position, one in enumerate(found["output_ids"]))
+    assert [one[0] for one in meta["output_token_logprobs"]] == pytest.approx(expected.logprobs, abs=1e-4)
 
 
 async def test_a_stop_string_stays_in_the_ids(client: httpx.AsyncClient) -> None:

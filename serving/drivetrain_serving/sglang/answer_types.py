@@ -58,6 +58,8 @@ class MetaInfo(TypedDict):
     output_token_logprobs: NotRequired[list[TokenEntry]]
     output_token_logprobs_length: NotRequired[int]
     output_top_logprobs: NotRequired[list[list[TokenEntry]]]
+    top_p_token_ids: NotRequired[str]
+    top_p_token_offsets: NotRequired[str]
 
 
 class Generated(TypedDict):

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+from array import array
+from base64 import b64encode
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, chain
 from time import monotonic
 
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.openai.choices import json_logprob
 from drivetrain.openai.responses import WeightSpan
 from drivetrain.types.outputs import Completion, CompletionChunk, FinishReason
+from drivetrain.types.sampling_mask import SamplingMask
 from drivetrain_serving.sglang.answer_types import FinishReason as Ended
 from drivetrain_serving.sglang.answer_types import Generated, MetaInfo, TokenEntry
 from drivetrain_serving.sglang.generate_request import Asked, Generation
@@ -97,6 +102,8 @@ class GenerateAnswers:
             given = zip(completion.token_ids, completion.logprobs or (), strict=False)
             tops = [self._entries(others) for others in completion.top_logprobs or ()]
             _add_output(meta, asked, [self._entry(*one) for one in given], tops)
+        if asked.sampling.top_p_token_ids and completion.sampling_mask:
+            _add_top_p_token_ids(meta, completion.sampling_mask)
         text = text_of(completion, asked, self._engine)
         answer: Generated = {"text": text, "output_ids": completion.token_ids, "meta_info": meta}
         if self._asked.body.return_prompt_token_ids:
@@ -135,6 +142,23 @@ def _add_output(meta: MetaInfo, asked: Asked, entries: list[TokenEntry], tops: l
     meta["output_token_logprobs_length"] = len(entries)
     if asked.top_logprobs:
         meta["output_top_logprobs"] = tops
+
+
+def _add_top_p_token_ids(meta: MetaInfo, mask: SamplingMask) -> None:
+    """Add the ids left to draw each token from, as slime reads them: base64 of int32, little-endian.
+
+    Those of token i are ``top_p_token_ids[top_p_token_offsets[i]:top_p_token_offsets[i + 1]]``.
+    """
+    rows = [mask.ids(position) for position in range(len(mask))]
+    meta["top_p_token_ids"] = _base64(chain.from_iterable(rows))
+    meta["top_p_token_offsets"] = _base64(accumulate(map(len, rows), initial=0))
+
+
+def _base64(numbers: Iterable[int]) -> str:
+    words = array("i", numbers)
+    if sys.byteorder == "big":
+        words.byteswap()
+    return b64encode(words).decode()
 
 
 def finish_reason(completion: Completion) -> Ended:

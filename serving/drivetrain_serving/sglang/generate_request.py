@@ -20,8 +20,9 @@ from drivetrain.checks.safe_repr import shown
 from drivetrain.errors import InvalidRequest
 from drivetrain.openai.engine_calls import Call
 from drivetrain.types.prompts import Prompt, TextPrompt, TokenPrompt
+from drivetrain.types.sampling import LogprobsMode
 from drivetrain_serving.sglang.errors import BrokenContract
-from drivetrain_serving.sglang.sampling import Sampling, engine_params
+from drivetrain_serving.sglang.sampling import TOP_P_TOKEN_IDS, Sampling, engine_params
 
 _T = TypeVar("_T")
 
@@ -159,6 +160,7 @@ def read_generate(given: Mapping[str, object], vocab_size: int) -> Generation:
         "seed": "sampling_seed",
         "logprobs": "top_logprobs_num",
         "prompt_logprobs": "logprob_start_len",
+        "return_sampling_mask": f"custom_params.{TOP_P_TOKEN_IDS}",
     }
     return Generation(
         body=body,
@@ -257,6 +259,8 @@ def _params(asked: Asked, vocab_size: int) -> Mapping[str, object]:
         raise InvalidRequest(f"logprob_start_len={asked.logprob_start}: expected -1 or more", field="logprob_start_len")
     if asked.logprobs:
         params["logprobs"] = asked.top_logprobs
+        if asked.sampling.top_p_token_ids:  # with them, slime's SGLang returns the logprobs of what was drawn from
+            params["logprobs_mode"] = LogprobsMode.PROCESSED.value
         if asked.logprob_start >= 0:
             params["prompt_logprobs"] = asked.top_logprobs
     return params

@@ -13,6 +13,8 @@ from drivetrain_serving.sampling_fields import ids_from_json, regex_of_choices, 
 
 MAX_NEW_TOKENS: Final = 128
 """SGLang's default; null means the default too."""
+TOP_P_TOKEN_IDS: Final = "return_top_p_token_ids"
+"""Key of ``custom_params``. All others are read by custom logit processors only, which this server refuses."""
 _MAX_REPETITION_PENALTY: Final = 2.0
 
 _Number = StrictInt | StrictFloat
@@ -52,7 +54,10 @@ class Sampling(BaseModel):
     stream_interval: StrictInt | None = Field(default=None, description="Without effect: each event is sent at once.")
     logit_bias: dict[str, _Number] | None = Field(default=None, description="Values added to the logits of ids.")
     sampling_seed: StrictInt | None = Field(default=None, description="Seed; a negative one is one too.")
-    custom_params: JsonValue = Field(default=None, description="Read by custom logit processors only.")
+    custom_params: JsonValue = Field(
+        default=None,
+        description="With return_top_p_token_ids, which slime sends: return the ids left to draw each token from.",
+    )
     beam_width: StrictInt | None = Field(default=None, description="Refused above 1.")
     watermark: JsonValue = Field(default=None, description="Refused.")
 
@@ -60,6 +65,11 @@ class Sampling(BaseModel):
     def stop_strings(self) -> tuple[str, ...]:
         """The stop strings."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def top_p_token_ids(self) -> bool:
+        """True if the ids that were left to draw each token from are returned, as SGLang does with slime's patch."""
+        return isinstance(self.custom_params, Mapping) and bool(self.custom_params.get(TOP_P_TOKEN_IDS))
 
 
 _SAME: Final = (
@@ -98,6 +108,8 @@ def engine_params(asked: Sampling, vocab_size: int) -> dict[str, object]:
         params["logit_bias"] = ids_from_json(asked.logit_bias)
     if asked.stop or asked.stop_regex:
         params["include_stop_str_in_output"] = True
+    if asked.top_p_token_ids:
+        params["return_sampling_mask"] = True
     if (grammar := _grammar(asked)) is not None:
         params["structured_output"] = grammar
     return params
