@@ -374,7 +374,7 @@ demo-verl: environment-$(BACKEND) environment-verl ## train a tiny policy with v
 	@$(ENGINE_ENV) OMP_NUM_THREADS=1 .venvs/verl/bin/python examples/verl_grpo.py --backend $(BACKEND) \
 		$(addprefix --python ,$(ENGINE_PYTHON)) $(ARGS)
 
-test-verl: environment-$(BACKEND) environment-verl ## verl's own trainers with rollouts and teachers of BACKEND: half an hour
+test-verl: environment-$(BACKEND) environment-verl ## verl's own trainers with rollouts and teachers of BACKEND
 	@BACKEND=$(BACKEND) $(addprefix ENGINE_PYTHON=,$(ENGINE_PYTHON)) $(ENGINE_ENV) VERL_PLATFORM=cpu VERL_ENGINE_DEVICE=cuda \
 		OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 .venvs/verl/bin/python -m pytest -q -c /dev/null --rootdir tests/trainers --noconftest \
 		-p no:cacheprovider tests/trainers/verl_translation.py tests/trainers/verl_server.py \
