@@ -88,13 +88,17 @@ NEMO_GYM ?= nemo-gym==0.4.0
 GYMS ?= rllm-model-gateway==0.1.0 openai==2.7.2 'anthropic<=0.109.2' aiohttp hydra-core orjson 'ray[default]' itsdangerous uvloop \
 	psutil gprof2dot pydot python-multipart rich tqdm wandb yappi requests pytest
 GYMS_READY := .venvs/gyms/.ready-$(shell echo "$(NEMO_GYM) $(GYMS)" | sha256sum | cut -c1-16)
+# slime, of which no registry has a release, with the packages that its rollouts import and the registry's build of its router.
+SLIME ?= git+https://github.com/THUDM/slime@624b824a898ab0ec1fcb4d373004c7f3852bf515
+SLIME_IMPORT := transformers ray aiohttp httpx numpy tqdm pillow pybase64 pylatexenc requests sglang-router==0.3.2 pytest
+SLIME_READY := .venvs/slime/.ready-$(shell echo "$(SLIME) $(SLIME_IMPORT) $(TORCH)" | sha256sum | cut -c1-16)
 TRAINERS_READY := .venvs/trainers/.ready-$(shell echo '$(TRAINERS)' | sha256sum | cut -c1-16)
 # Makes requests from our OpenAPI document, CASES of each route and phase.
 SCHEMATHESIS ?= schemathesis==4.32.5
 SCHEMATHESIS_READY := .venvs/schemathesis/.ready-$(shell echo '$(SCHEMATHESIS)' | sha256sum | cut -c1-16)
 CASES ?= 5
 
-.PHONY: help setup demo serve-demo test test-unit test-slow test-sglang-server test-vllm-server test-vllm-routes test-sglang-routes test-gateway test-openapi test-status-page test-resume test-asleep test-trainer-half test-trainers train-skyrl train-areal faults faults-fleet faults-holders fuzz conformance conformance-all conformance-remote conformance-ray conformance-fleet conformance-quantised on-engines beside-engines parity parity-page mutants drawn-mutants mutants-of-engine matrix lint lint-mypy lint-pyright lint-contracts site docs bench clean test-skyrl-client test-openrlhf test-trl demo-trl test-trl-teacher test-verl demo-verl test-embeddings test-weight-groups test-gyms show-trainers-layers
+.PHONY: help setup demo serve-demo test test-unit test-slow test-sglang-server test-vllm-server test-vllm-routes test-sglang-routes test-gateway test-openapi test-status-page test-resume test-asleep test-trainer-half test-trainers train-skyrl train-areal faults faults-fleet faults-holders fuzz conformance conformance-all conformance-remote conformance-ray conformance-fleet conformance-quantised on-engines beside-engines parity parity-page mutants drawn-mutants mutants-of-engine matrix lint lint-mypy lint-pyright lint-contracts site docs bench clean test-skyrl-client test-openrlhf test-trl demo-trl test-trl-teacher test-verl demo-verl test-embeddings test-weight-groups test-gyms test-slime show-trainers-layers
 .PHONY: environments environment-transformers environment-echo environment-trainer environment-trainers environment-sglang environment-sglang-server environment-vllm environment-vllm-server environment-openrlhf environment-trl environment-verl
 
 help: ## show this list
@@ -277,6 +281,19 @@ test-trainers: environment-trainers ## unmodified clients and trainers from the 
 	@PROJECT_PYTHON=$(abspath $(BIN)/python) PYTHONPATH=tests/helpers OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 .venvs/trainers/bin/python -m pytest -q \
 		-c /dev/null --rootdir tests/trainers --confcutdir tests/trainers -p no:cacheprovider tests/trainers/*_sdk.py \
 		tests/trainers/langchain_agent.py tests/trainers/verifiers_rollouts.py $(ARGS)
+
+test-slime: environment-$(BACKEND) $(READY) $(SLIME_READY) ## slime's own rollouts, behind its router, over BACKEND in drivetrain serve
+	@$(addprefix BACKEND=$(BACKEND) ENGINE_PYTHON=,$(ENGINE_PYTHON)) $(ENGINE_ENV) PROJECT_PYTHON=$(abspath $(BIN)/python) PYTHONPATH=tests/helpers \
+		OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 .venvs/slime/bin/python -W ignore -m pytest -q -c /dev/null --rootdir tests/trainers \
+		--confcutdir tests/trainers -p no:cacheprovider tests/trainers/slime_rollout.py $(ARGS)
+
+$(SLIME_READY):
+	@$(call ROOM_FOR,slime,4)
+	@echo "setting up .venvs/slime with $(PYTHON): 2 GB, two minutes"
+	@[[ -x .venvs/slime/bin/python ]] || $(PYTHON) -m venv .venvs/slime
+	@.venvs/slime/bin/python -m pip install --quiet --disable-pip-version-check --no-deps '$(SLIME)'
+	@.venvs/slime/bin/python -m pip install --quiet --disable-pip-version-check '$(TORCH)' $(SLIME_IMPORT)
+	@rm -f .venvs/slime/.ready-* && touch $@
 
 test-gyms: $(READY) $(GYMS_READY) ## NeMo-Gym's model server and rLLM's gateway over drivetrain serve
 	@PROJECT_PYTHON=$(abspath $(BIN)/python) PYTHONPATH=tests/helpers OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 .venvs/gyms/bin/python -W ignore \
