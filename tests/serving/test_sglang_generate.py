@@ -141,7 +141,7 @@ async def test_the_ids_left_by_top_p_are_returned_as_slime_reads_them(
     """slime trains on the ids left to draw each token from, and expects logprobs over these alone."""
     asked = {"temperature": 1.0, "top_p": 0.5, "max_new_tokens": 8, "ignore_eos": True}
     params = {**asked, "sampling_seed": 3, "custom_params": {"return_top_p_token_ids": True}}
-    body: dict[str, object] = {"input_ids": PROMPTS[0], "sampling_params": params, "return_logprob": True}
+    body: dict[str, Any] = {"input_ids": PROMPTS[0], "sampling_params": params, "return_logprob": True}
     if stream:
         *growing, found = await events(client, **body)
         assert not any("top_p_token_ids" in one["meta_info"] for one in growing)
