@@ -95,7 +95,10 @@ async def test_each_form_of_input_has_the_engines_vectors(
 
 
 async def test_base64_is_that_of_float32(embedder: httpx.AsyncClient) -> None:
-    numbers = await vectors(embedder, input="hello", encoding_format="float", user="someone", dimensions=None)
+    defaults = {"use_activation": True, "padding": "do_not_pad", "embed_dtype": "float32", "endianness": "little"}
+    numbers = await vectors(
+        embedder, input="hello", encoding_format="float", user="someone", dimensions=None, **defaults
+    )
     response = await embedder.post("/v1/embeddings", json={"input": "hello", "encoding_format": "base64"})
     data = base64.b64decode(response.json()["data"][0]["embedding"], validate=True)
     assert list(struct.unpack(f"<{len(data) // 4}f", data)) == pytest.approx(numbers[0], abs=1e-6)
@@ -125,6 +128,11 @@ async def test_openais_client_embeds(embedder: httpx.AsyncClient, embedding: Inf
         ({"input": "hello", "dimensions": 1 << 20}, "dimensions"),
         ({"input": "hello", "truncate_prompt_tokens": 4}, "truncate_prompt_tokens"),
         ({"messages": [{"role": "user", "content": "hello"}]}, "messages"),
+        ({"input": "hello", "use_activation": False}, "use_activation"),
+        ({"input": "hello", "normalize": False}, "normalize"),
+        ({"input": "hello", "padding": "max_length"}, "padding"),
+        ({"input": "hello", "embed_dtype": "float16"}, "embed_dtype"),
+        ({"input": "hello", "encoding_format": "base64", "endianness": "big"}, "endianness"),
     ],
 )
 async def test_a_wrong_request_is_refused_by_its_field(

@@ -83,6 +83,10 @@ async def test_ids_come_only_if_they_are_asked_for(client: httpx.AsyncClient) ->
         {"model": "policy"},
         {"stream": False, "stream_options": {"include_usage": True}},
         {"include_stop_str_in_output": True},
+        {"store": True, "service_tier": "flex", "metadata": {"run": 7}, "user": 7, "verbosity": "low"},
+        {"prompt_cache_key": "k", "prompt_cache_retention": "24h", "safety_identifier": "s", "watermarking": False},
+        {"best_of": 1},
+        {"best_of": 2, "n": 2},
     ],
 )
 async def test_what_changes_nothing_is_taken(client: httpx.AsyncClient, tolerated: dict[str, object]) -> None:
@@ -101,6 +105,10 @@ async def test_what_changes_nothing_is_taken(client: httpx.AsyncClient, tolerate
         ({"max_tokens": "8"}, "max_tokens"),
         ({"suffix": "x"}, "suffix"),
         ({"guided_json": {"type": "object"}}, "guided_json"),
+        ({"repetition_detection": {"max_pattern_size": 2, "min_count": 3}}, "repetition_detection"),
+        ({"watermarking": True}, "watermarking"),
+        ({"return_token_offsets": True}, "return_token_offsets"),
+        ({"best_of": 2}, "best_of"),
         ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs"),
         ({"prompt": []}, "prompt"),
     ],
@@ -192,6 +200,35 @@ async def test_a_stream_put_together_is_the_whole_answer(client: httpx.AsyncClie
         assert mine[-1]["finish_reason"] == choice["finish_reason"]
 
 
+async def test_each_chunk_tells_the_usage_so_far_if_it_is_asked_to(client: httpx.AsyncClient) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    of_each: dict[str, tuple[dict[str, object], list[int]]] = {
+        "/v1/completions": ({"prompt": ["ab", "cde"], "n": 2, **GREEDY}, [2, 2, 3, 3]),
+        "/v1/chat/completions": ({"messages": [{"role": "user", "content": "a"}], "n": 2, **GREEDY}, [20, 20]),
+        "/inference/v1/generate": ({"token_ids": [5, 6, 7], "sampling_params": {"n": 2, **GREEDY}}, [3, 3]),
+    }
+    for path, (body, prompts) in of_each.items():
+        response = await client.post(path, json={**body, "stream": True, "stream_options": options})
+        pieces = [json.loads(line[6:]) for line in response.text.split("\n\n") if line.startswith("data: {")]
+        *chunks, last = pieces
+        assert last["choices"] == []
+        sampled = [0] * len(prompts)
+        for piece in chunks:
+            (choice,) = piece["choices"]
+            usage = piece["usage"]
+            index = choice["index"]
+            assert (usage["prompt_tokens"], usage["total_tokens"]) == (
+                prompts[index], prompts[index] + usage["completion_tokens"],
+            ), path  # fmt: skip
+            assert usage["completion_tokens"] >= sampled[index]
+            sampled[index] = usage["completion_tokens"]
+            assert choice.get("token_ids") is None or path == "/inference/v1/generate"
+        assert sum(sampled) == last["usage"]["completion_tokens"] > 0
+        plain = await client.post(path, json={**body, "stream": True, "stream_options": {"include_usage": True}})
+        found = [json.loads(line[6:]) for line in plain.text.split("\n\n") if line.startswith("data: {")]
+        assert {str(piece["usage"]) for piece in found[:-1]} == {"None"}
+
+
 async def test_a_stream_that_is_refused_has_a_status(client: httpx.AsyncClient) -> None:
     response = await client.post("/v1/completions", json={"prompt": [5], "stream": True, "temperature": -1})
     assert response.status_code == 400
@@ -231,9 +268,19 @@ async def test_chats_are_those_of_the_engine(client: httpx.AsyncClient, engine: 
 
 async def test_what_would_change_a_chats_prompt_is_refused(client: httpx.AsyncClient) -> None:
     messages = [{"role": "user", "content": "hello"}]
-    for field in ("chat_template", "documents", "mm_processor_kwargs"):
-        response = await client.post("/v1/chat/completions", json={"messages": messages, field: ["x"]})
+    flags = ("add_special_tokens", "echo", "return_prompt_text", "return_mm_kwargs")
+    for field in ("chat_template", "documents", "mm_processor_kwargs", "mm_payload", *flags):
+        value = True if field in flags else ["x"]
+        response = await client.post("/v1/chat/completions", json={"messages": messages, field: value})
         assert (response.status_code, response.json()["error"]["param"]) == (400, field)
+
+
+async def test_labels_of_a_chat_are_taken_with_any_value(client: httpx.AsyncClient) -> None:
+    chat = {"messages": [{"role": "user", "content": "hello"}], **GREEDY}
+    labels = {"prompt_cache_key": "k", "store": True, "verbosity": "low", "service_tier": "flex", "metadata": {"a": 1}}
+    plain = await answer(client, "/v1/chat/completions", **chat)
+    given = await answer(client, "/v1/chat/completions", **chat, **labels)
+    assert given["choices"][0]["message"] == plain["choices"][0]["message"]
 
 
 def test_the_template_gets_the_reasoning_effort_if_it_reads_it() -> None:
@@ -359,6 +406,8 @@ async def test_without_max_tokens_it_goes_up_to_the_context(client: httpx.AsyncC
         ({"token_ids": [5], "sampling_params": {"top_p": 2}}, "top_p"),
         ({"token_ids": [5], "sampling_params": {}, "features": {"mm_hashes": {}}}, "features"),
         ({"token_ids": [5], "sampling_params": {}, "kv_transfer_params": {"a": 1}}, "kv_transfer_params"),
+        ({"token_ids": [5], "sampling_params": {"extra_args": {"a": 1}}}, "extra_args"),
+        ({"token_ids": [5], "sampling_params": {"trace_decode_token_ids": [5]}}, "trace_decode_token_ids"),
         ({"token_ids": [-1], "sampling_params": {}}, "token_ids"),
         ({"token_ids": [10**6], "sampling_params": {}}, "token_ids"),
     ],

@@ -16,7 +16,7 @@ from drivetrain_serving.gateway.errors import body_and_status
 from drivetrain_serving.http_layer.bodies import list_of
 from drivetrain_serving.http_layer.error_statuses import described
 from drivetrain_serving.vllm.answer_types import ChatChunk, ChatCompletion, ChatUsageChunk, DetailedUsage
-from drivetrain_serving.vllm.json_objects import Json
+from drivetrain_serving.vllm.json_objects import Json, final_usage
 
 _OWN: Final = (
     *("messages", "system", "tools", "tool_choice", "stop_sequences", "thinking", "stop", "stream_options"),
@@ -269,7 +269,7 @@ class MessageEvents:
                 yield from self._call(call)
             if choice["finish_reason"] is not None:
                 self._ending = _ending(choice["finish_reason"], choice["stop_reason"])
-        if usage := chunk.get("usage"):
+        if usage := final_usage(chunk):
             yield from self._close_text()
             yield {"type": "message_delta", "delta": self._ending, "usage": _usage(usage)}
             yield {"type": "message_stop"}

@@ -14,7 +14,7 @@ from drivetrain_serving.gateway import answer_types as types
 from drivetrain_serving.http_layer.bodies import list_of
 from drivetrain_serving.http_layer.error_statuses import described
 from drivetrain_serving.vllm.answer_types import ChatChunk, ChatCompletion, ChatUsageChunk, DetailedUsage
-from drivetrain_serving.vllm.json_objects import Json
+from drivetrain_serving.vllm.json_objects import Json, final_usage
 
 _OWN: Final = (
     *("input", "instructions", "max_output_tokens", "max_tokens", "parallel_tool_calls", "reasoning", "text", "tools"),
@@ -215,7 +215,7 @@ class ResponseWriter:
             for call in delta.get("tool_calls", []):
                 yield from self._add_call(call)
             self._reason = choice["finish_reason"] or self._reason
-        if usage := chunk.get("usage"):
+        if usage := final_usage(chunk):
             yield from self._close_text()
             kind: _Whole = "response.completed" if self._status == "completed" else "response.incomplete"
             yield self._whole_event(kind, self._status, usage)

@@ -29,9 +29,10 @@ _T = TypeVar("_T")
 _REFUSED: Final = (
     *("audio_data", "bootstrap_host", "bootstrap_room", "custom_logit_processor", "image_data", "images_config"),
     *("input_embeds", "kv_hints", "max_thinking_tokens", "mm_hashes", "modalities", "positional_embed_overrides"),
-    *("require_reasoning", "return_flat_raw_output_top_logprobs", "return_flat_raw_top_logprobs"),
+    *("require_reasoning", "return_bytes", "return_entropy", "return_flat_raw_output_top_logprobs"),
+    *("return_flat_raw_top_logprobs", "return_flat_raw_top_logprobs_b64"),
     *("return_hidden_states", "return_indexer_topk", "return_routed_experts", "return_sampling_mask"),
-    *("sampling_logprobs_mode", "session_params", "token_ids_logprob", "video_data"),
+    *("sampling_logprobs_mode", "session_params", "token_ids_logprob", "video_data", "watermark"),
 )
 """Fields that change the answer and are not honoured; null, false and empty values are taken."""
 _EMPTY: Final[tuple[object, ...]] = (None, False, "", [], {})

@@ -112,6 +112,16 @@ class CompletionChunkChoice(ChunkEnding):
     prompt_token_ids: Ids | None
 
 
+class RunningUsage(TypedDict):
+    """Token counts of one choice so far, in each chunk of a stream with ``continuous_usage_stats``."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: None
+    completion_tokens_details: None
+
+
 class CompletionUsageChunk(TypedDict):
     """Last chunk of a stream whose usage is asked for; it has no choices."""
 
@@ -131,7 +141,7 @@ class CompletionChunk(TypedDict):
     created: int
     model: str
     choices: list[CompletionChunkChoice]
-    usage: NotRequired[None]
+    usage: NotRequired[RunningUsage | None]
     system_fingerprint: None
 
 
@@ -204,7 +214,7 @@ class ChatChunk(TypedDict):
     created: int
     model: str
     choices: list[ChatChunkChoice]
-    usage: NotRequired[None]
+    usage: NotRequired[RunningUsage | None]
     prompt_token_ids: Ids | None
     prompt_text: None
     system_fingerprint: None
@@ -261,7 +271,7 @@ class GenerateFrame(TypedDict):
 class GenerateChunk(GenerateFrame):
     """One chunk of a stream."""
 
-    usage: DetailedUsage | None
+    usage: DetailedUsage | RunningUsage | None
 
 
 class GenerateAnswer(GenerateFrame):

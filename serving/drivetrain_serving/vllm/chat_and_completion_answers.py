@@ -11,7 +11,14 @@ from drivetrain.openai.completion_answer import CompletionAnswer
 from drivetrain.openai.token_texts import TokenTexts
 from drivetrain.types.outputs import Completion, CompletionChunk, TopLogprobs
 from drivetrain_serving.vllm import answer_types as types
-from drivetrain_serving.vllm.json_objects import ABSENT, prompt_logprobs, stop_reason, usage_of, with_details
+from drivetrain_serving.vllm.json_objects import (
+    ABSENT,
+    RunningUsages,
+    prompt_logprobs,
+    stop_reason,
+    usage_of,
+    with_details,
+)
 from drivetrain_serving.vllm.payloads import ChatRequest, CompletionRequest
 
 
@@ -33,6 +40,7 @@ class CompletionResponses:
         self._texts = texts
         self._eos = eos_token_ids
         self._opened: set[int] = set()
+        self._usages = RunningUsages(asked.continuous_usage)
 
     def whole(self, completions: Sequence[Completion]) -> types.TextCompletion:
         """Return the whole response."""
@@ -71,7 +79,7 @@ class CompletionResponses:
                 "system_fingerprint": None,
             }
             if "usage" in made:
-                piece["usage"] = None
+                piece["usage"] = self._usages.after(choice["index"], choice["token_ids"], prompt_token_ids)
             yield piece
 
     def _chunk_choice(
@@ -148,6 +156,7 @@ class ChatResponses:
         self._texts = texts
         self._eos = eos_token_ids
         self._opened = False
+        self._usages = RunningUsages(asked.continuous_usage)
 
     def whole(self, completions: Sequence[Completion]) -> types.ChatCompletion:
         """Return the whole response."""
@@ -201,7 +210,7 @@ class ChatResponses:
                 "system_fingerprint": None,
             }
             if "usage" in made:
-                piece["usage"] = None
+                piece["usage"] = self._usages.after(choice["index"], choice["token_ids"], prompt_token_ids)
             yield piece
 
     def _chunk_choice(self, choice: openai.ChatChunkChoice, chunk: CompletionChunk) -> types.ChatChunkChoice:

@@ -27,8 +27,20 @@ from drivetrain_serving.http_layer.route_docs import OF_ENGINES, documented
 from drivetrain_serving.served_engine import ServedEngine
 from drivetrain_serving.vllm.answer_types import Embeddings
 
-_REFUSED: Final = ("messages", "truncate_prompt_tokens", "mm_processor_kwargs", "chat_template", "embed_dtype")
-"""Fields of vLLM that change the vectors and are not honoured; null, false and empty values are taken."""
+_REFUSED: Final[Mapping[str, tuple[object, ...]]] = {
+    **dict.fromkeys(
+        ("chat_template", "messages", "mm_processor_kwargs", "truncate_prompt_tokens"), (False, "", [], {})
+    ),
+    "embed_dtype": ("float32",),
+    "endianness": ("little", "native"),
+    "messages": ([],),
+    "mm_processor_kwargs": ({},),
+    "normalize": (True,),
+    "padding": ("do_not_pad",),
+    "truncate_prompt_tokens": (0,),
+    "use_activation": (True,),
+}
+"""Fields of vLLM that change the vectors and are not honoured, each with the values that change nothing."""
 
 
 class EmbeddingRequest(BaseModel):
@@ -104,8 +116,8 @@ def read_embedding(body: Mapping[str, object]) -> tuple[EmbeddingRequest, Call]:
     Raises:
         InvalidRequest: a field is wrong, or cannot be honoured.
     """
-    for name in _REFUSED:
-        if body.get(name):
+    for name, harmless in _REFUSED.items():
+        if body.get(name) is not None and body[name] not in harmless:
             raise InvalidRequest(f"{name}={shown(body[name])} is not supported; leave it out", field=name)
     try:
         asked = EmbeddingRequest.model_validate({name: one for name, one in body.items() if one is not None})

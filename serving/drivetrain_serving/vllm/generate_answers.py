@@ -12,7 +12,7 @@ from drivetrain.openai.token_texts import TokenTexts
 from drivetrain.types.outputs import Completion, CompletionChunk, TopLogprobs
 from drivetrain_serving.served_engine import ServedEngine
 from drivetrain_serving.vllm import answer_types as types
-from drivetrain_serving.vllm.json_objects import prompt_logprobs, stop_reason, usage_of
+from drivetrain_serving.vllm.json_objects import RunningUsages, prompt_logprobs, stop_reason, usage_of
 from drivetrain_serving.vllm.payloads import GenerateRequest
 
 
@@ -33,6 +33,7 @@ class GenerateResponses:
         self._model = asked.model or served.name
         self._created = int(time.time())
         self._ended: list[Completion] = []
+        self._usages = RunningUsages(asked.continuous_usage)
 
     def whole(self, completions: Sequence[Completion]) -> types.GenerateAnswer:
         """Return the whole response."""
@@ -77,7 +78,8 @@ class GenerateResponses:
             choice["finish_reason"] = FINISH_REASON[completion.finish_reason]
             choice["stop_reason"] = stop_reason(completion, self._eos)
             choice["weight_versions"] = _weight_versions(completion)
-        yield {**self._frame([choice]), "usage": None}
+        usage = self._usages.after(choice["index"], choice["token_ids"], self._asked.token_ids)
+        yield {**self._frame([choice]), "usage": usage}
 
     def usage_chunk(self) -> types.GenerateChunk:
         """Return the final chunk, which has the usage and no choices."""

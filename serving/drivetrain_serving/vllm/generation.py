@@ -171,7 +171,7 @@ class GenerationRoutes:
 
     async def _response(self, call: Call, responses: Responses, asked: CompletionRequest | ChatRequest) -> Response:
         if asked.stream:
-            with_ids = asked.return_token_ids is True
+            with_ids = asked.return_token_ids is True or asked.continuous_usage
             return await self._streamed(
                 call, responses, include_usage=asked.include_usage, with_ids=with_ids, error_body=self._error_body
             )

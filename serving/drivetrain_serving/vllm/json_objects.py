@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from drivetrain.openai.choices import json_logprob, usage
 from drivetrain.openai.responses import Usage
 from drivetrain.openai.token_texts import TokenTexts
 from drivetrain.types.outputs import Completion, FinishReason, TopLogprobs
-from drivetrain_serving.vllm.answer_types import Absent, DetailedUsage, PromptLogprobs, RankedLogprob
+from drivetrain_serving.vllm.answer_types import (
+    Absent,
+    ChatChunk,
+    ChatUsageChunk,
+    DetailedUsage,
+    PromptLogprobs,
+    RankedLogprob,
+    RunningUsage,
+)
 
 Json = dict[str, Any]
 """JSON whose form is not known here."""
@@ -75,3 +84,36 @@ def with_details(counts: Usage) -> DetailedUsage:
         },
         "completion_tokens_details": None,
     }
+
+
+def final_usage(chunk: ChatChunk | ChatUsageChunk) -> DetailedUsage | None:
+    """Return the usage of a stream's last chunk, which has no choices; None for another chunk."""
+    return None if chunk["choices"] else cast(ChatUsageChunk, chunk)["usage"]
+
+
+class RunningUsages:
+    """Counts the tokens of a stream's choices, for clients that want the usage in each chunk.
+
+    Args:
+        wanted: False if the client does not.
+    """
+
+    def __init__(self, wanted: bool) -> None:
+        self._wanted = wanted
+        self._sampled: Counter[int] = Counter()
+
+    def after(
+        self, index: int, token_ids: Sequence[int], prompt_token_ids: Sequence[int] | None
+    ) -> RunningUsage | None:
+        """Return the usage of the choice ``index`` after its next ``token_ids``; None if it is not wanted or known."""
+        if not self._wanted or prompt_token_ids is None:
+            return None
+        self._sampled[index] += len(token_ids)
+        prompt, sampled = len(prompt_token_ids), self._sampled[index]
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": sampled,
+            "total_tokens": prompt + sampled,
+            "prompt_tokens_details": None,
+            "completion_tokens_details": None,
+        }

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import ClassVar, Final, TypeVar
 
@@ -28,10 +28,20 @@ from drivetrain_serving.sampling_fields import ids_from_json, regex_of_choices, 
 _REFUSED: Final = (
     *("allowed_media_domains", "bad_words", "chat_template", "documents", "ec_transfer_params", "guided_choice"),
     *("guided_grammar", "guided_json", "guided_regex", "kv_transfer_params", "logprob_token_ids", "media_io_kwargs"),
-    *("mm_processor_kwargs", "prompt_embeds", "thinking_token_budget", "truncate_prompt_tokens", "use_beam_search"),
-    "vllm_xargs",
+    *("mm_payload", "mm_processor_kwargs", "prompt_embeds", "repetition_detection", "return_mm_kwargs"),
+    *("return_prompt_text", "return_token_offsets", "thinking_token_budget", "truncate_prompt_tokens"),
+    *("use_beam_search", "vllm_xargs", "watermarking"),
 )
 """Fields that change the answer and are not honoured; null, false and empty values are taken."""
+_REFUSED_OF_CHATS: Final = ("add_special_tokens", "echo")
+"""Fields of chats alone that are not honoured; completions have them."""
+_REFUSED_OF_GENERATE: Final = ("extra_args", "trace_decode_token_ids")
+"""Sampling parameters of ``/inference/v1/generate`` that are not honoured, beside the fields of all requests."""
+_LABELS: Final = (
+    *("metadata", "prediction", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier"),
+    *("store", "user", "verbosity"),
+)
+"""OpenAI's fields that change no token here. They are taken with any value, as vLLM does."""
 _EMPTY: Final[tuple[object, ...]] = (None, False, "", [], {})
 
 _A = TypeVar("_A", "CompletionRequest", "ChatRequest")
@@ -47,15 +57,27 @@ class _Extras(BaseModel):
     prompt_logprobs: StrictInt | None = Field(
         default=None, ge=0, description="Return logprobs of the prompt, and of its k most likely tokens."
     )
+    continuous_usage: StrictBool = Field(default=False, description="Tell the usage so far in each chunk of a stream.")
 
 
 def _by_wire_names(schema: JsonDict) -> None:
     """Put the names and values of the wire into the schema of a request: :func:`_common` translates them."""
     fields = schema["properties"]
     assert isinstance(fields, dict)
-    for name in ("structured_output", "logit_processors"):
+    for name in ("structured_output", "logit_processors", "continuous_usage"):
         fields.pop(name)
     fields |= {
+        "stream_options": {
+            "type": ["object", "null"],
+            "description": "Options of a stream; only with streaming.",
+            "properties": {
+                "include_usage": {"type": ["boolean", "null"], "description": "End the stream with a usage chunk."},
+                "continuous_usage_stats": {
+                    "type": ["boolean", "null"],
+                    "description": "With include_usage: tell the usage so far of a choice in each of its chunks.",
+                },
+            },
+        },
         "structured_outputs": {
             "type": ["object", "null"],
             "description": "Constrains the output by exactly one of these.",
@@ -108,6 +130,8 @@ def read_completion(body: Mapping[str, object], *, stream: bool) -> CompletionRe
         InvalidRequest: a field is wrong, or cannot be honoured.
     """
     fields = _common(body)
+    if fields.get("best_of") == fields.get("n", 1):
+        fields.pop("best_of", None)
     logprobs = fields.get("logprobs")
     if isinstance(logprobs, bool):
         fields["logprobs"] = 1 if logprobs else None
@@ -125,6 +149,7 @@ def read_chat(body: Mapping[str, object], template: str, *, stream: bool) -> Cha
     Raises:
         InvalidRequest: a field is wrong, or cannot be honoured.
     """
+    _refuse(body, _REFUSED_OF_CHATS)
     fields = _common(body)
     if not fields.get("tools"):
         fields.pop("tools", None)
@@ -156,9 +181,9 @@ def _parsed(kind: type[_A], fields: dict[str, object], stream: bool) -> _A:
     return parse(kind, fields, stream=stream)
 
 
-def _refuse(body: Mapping[str, object]) -> None:
+def _refuse(body: Mapping[str, object], names: Iterable[str] = _REFUSED) -> None:
     """Refuse a field that would change the answer and is not honoured."""
-    for name in _REFUSED:
+    for name in names:
         if body.get(name) not in _EMPTY:
             raise InvalidRequest(f"{name}={shown(body[name])} is not supported; leave it out", field=name)
 
@@ -166,7 +191,8 @@ def _refuse(body: Mapping[str, object]) -> None:
 def _common(body: Mapping[str, object]) -> dict[str, object]:
     """Return the fields that are given, in the engine's words."""
     _refuse(body)
-    fields = {name: value for name, value in body.items() if value is not None and name not in _REFUSED}
+    ignored = {*_REFUSED, *_LABELS}
+    fields = {name: value for name, value in body.items() if value is not None and name not in ignored}
     if not fields.get("suffix"):
         fields.pop("suffix", None)
     if fields.get("top_k") == -1:
@@ -179,9 +205,11 @@ def _common(body: Mapping[str, object]) -> dict[str, object]:
         fields["seed"] = seed_of(seed)
     _join_masks(fields)
     _join_grammars(fields)
+    fields.pop("continuous_usage", None)
     stream_options = fields.get("stream_options")
     if isinstance(stream_options, Mapping):
         fields["stream_options"] = {"include_usage": bool(stream_options.get("include_usage"))}
+        fields["continuous_usage"] = _continuous_usage(stream_options)
     if not fields.get("stream"):
         fields.pop("stream_options", None)
     if isinstance(fields.get("include_stop_str_in_output"), bool) and not (
@@ -189,6 +217,10 @@ def _common(body: Mapping[str, object]) -> dict[str, object]:
     ):
         del fields["include_stop_str_in_output"]
     return fields
+
+
+def _continuous_usage(stream_options: Mapping[str, object]) -> bool:
+    return bool(stream_options.get("include_usage") and stream_options.get("continuous_usage_stats"))
 
 
 def _join_masks(fields: dict[str, object]) -> None:
@@ -278,6 +310,11 @@ class GenerateRequest(BaseModel):
         """True if the stream ends with a usage chunk."""
         return self.stream_options is not None and bool(self.stream_options.get("include_usage"))
 
+    @property
+    def continuous_usage(self) -> bool:
+        """True if each chunk tells the usage of its choice so far."""
+        return self.stream_options is not None and _continuous_usage(self.stream_options)
+
 
 _OF_GENERATE: Final = MappingProxyType(
     {"features": "images come in content_parts or messages", "content_parts": "send messages to /v1/chat/completions"}
@@ -313,6 +350,7 @@ def read_generate(body: Mapping[str, object]) -> tuple[GenerateRequest, Call]:
         raise InvalidRequest(describe_validation_error(error, GenerateRequest)[1]) from None
     if "temperature" in asked.sampling_params and asked.sampling_params["temperature"] is None:
         raise InvalidRequest("sampling_params.temperature is null; expected a number", field="temperature")
+    _refuse(asked.sampling_params, _REFUSED_OF_GENERATE)
     fields = _common(asked.sampling_params)
     if isinstance(fields.get("logit_bias"), Mapping):
         fields["logit_bias"] = ids_from_json(fields["logit_bias"])
