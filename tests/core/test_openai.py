@@ -224,6 +224,12 @@ def test_text_in_parts_becomes_one_text() -> None:
     )
 
 
+def test_null_content_becomes_an_empty_text() -> None:
+    assert read(None)[0].content == ""
+    (absent,), _ = to_template((Message(role="assistant"),))
+    assert absent.content == ""
+
+
 def test_media_leave_their_place_and_go_beside_the_prompt() -> None:
     message, media = read(
         [

@@ -167,6 +167,24 @@ async def test_a_client_that_sends_fields_of_its_own_server(client: httpx.AsyncC
     assert (await client.post("/v1/chat/completions", json=messages, headers=headers)).status_code == 200
 
 
+async def test_a_client_that_sends_an_answer_back_as_it_came(
+    client: httpx.AsyncClient, engine: InferenceEngine
+) -> None:
+    question = {"role": "user", "content": "a"}
+    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    result = {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "x"}]}
+    said: list[object] = []
+    for content in ({"content": ""}, {"content": None, "refusal": None, "reasoning": None}, {}):
+        messages = [question, {"role": "assistant", "tool_calls": calls, **content}, result]
+        body = {"messages": messages, "max_tokens": 2, "temperature": 0}
+        answer = await client.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        count = await client.post("/tokenize", json={"messages": messages})
+        assert count.status_code == 200, count.text
+        said.append((answer.json()["choices"][0]["message"], count.json()["tokens"]))
+    assert said[0] == said[1] == said[2]
+
+
 async def test_a_client_whose_lower_priority_is_sooner() -> None:
     assert read_completion({**COMPLETION, "priority": 3}, stream=False).priority == -3
 

@@ -19,8 +19,9 @@ def to_template(messages: tuple[Message, ...]) -> tuple[tuple[Message, ...], tup
     """Return the messages in template form, and their images, videos and sounds in order.
 
     Content that has only text parts becomes one text, one part per line. Content with media stays a list of parts, with
-    a placeholder for each medium. Arguments of earlier tool calls, JSON text in the API, are parsed to objects, which
-    templates expect. All other fields are unchanged.
+    a placeholder for each medium. Content that is null or absent, as beside tool calls, becomes an empty text, as
+    in vLLM and SGLang: many templates join it to other text. Arguments of earlier tool calls, JSON text in the API, are
+    parsed to objects, which templates expect. All other fields are unchanged.
 
     Raises:
         InvalidRequest: A part has an unknown type or cannot be read.
@@ -32,6 +33,8 @@ def to_template(messages: tuple[Message, ...]) -> tuple[tuple[Message, ...], tup
 
 def _message(message: Message, where: str, media: list[MediaInput]) -> Message:
     changed: dict[str, object] = {}
+    if message.content is None:
+        changed["content"] = ""
     if isinstance(message.content, list):
         parts = [_part(part, f"{where}.content.{index}", media) for index, part in enumerate(message.content)]
         texts = [part["text"] for part in parts if part["type"] == "text"]
