@@ -246,6 +246,7 @@ class ServedEngine:
             if name in self._accepted:
                 raise InvalidRequest(f"{shown(name)} is the name of the model itself", field="lora_name")
             await self._load(name, path, replace=replace)
+            self._by_request.pop(name, None)  # a request no longer decides how long it stays
 
     async def _load(self, name: str, path: str, *, replace: bool = False) -> None:
         if replace and name in self.adapters and self.engine.supports(Capability.WEIGHTS_LORA):

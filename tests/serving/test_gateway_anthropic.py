@@ -142,6 +142,15 @@ async def test_tokens_are_counted_and_nothing_is_recorded(talking: Talking) -> N
     [
         ({"messages": "hello"}, "messages"),
         ({"messages": [{"role": "nobody", "content": "a"}]}, "messages.0"),
+        (
+            {
+                "messages": [
+                    *[{"role": role, "content": "a"} for role in ("user", "assistant")],
+                    {"role": "user", "content": []},
+                ]
+            },
+            "messages.2.content",
+        ),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages.0.content.0"),
         ({"messages": [{"role": "assistant", "content": [{"type": "thinking", "thinking": "a"}]}]}, "messages.0"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0"),

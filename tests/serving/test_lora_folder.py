@@ -84,6 +84,17 @@ async def test_an_adapter_loaded_by_a_route_stays(small: Served, adapters: Path)
     assert len(await completed(client, "two")) == 8
 
 
+async def test_an_adapter_that_a_route_loads_anew_stays(small: Served, adapters: Path) -> None:
+    _, client = small
+    assert len(await completed(client, "one")) == 8
+    body = {"lora_name": "one", "lora_path": str(adapters / "two")}
+    assert (await client.post("/load_lora_adapter", json=body)).status_code == 200
+    refused = await client.post("/v1/completions", json={"model": "two", "prompt": [5]})
+    assert (refused.status_code, refused.json()["drivetrain"]["error"]) == (400, "TooManyAdapters")
+    assert await names(client) == ["one"]
+    assert (await client.post("/v1/unload_lora_adapter", json={"lora_name": "one"})).status_code == 200
+
+
 async def test_an_unknown_model_is_answered_with_ten_names_at_most(served: InferenceEngine) -> None:
     for count, said in ((10, "'name-8', 'name-9'."), (12, "'name-8', 'name-9' and 2 more.")):
         config = ServerConfig(port=0, served_model_name=tuple(f"name-{number}" for number in range(count)))

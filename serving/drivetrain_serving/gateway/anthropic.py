@@ -119,6 +119,8 @@ def _messages(message: object, where: str) -> Iterator[Json]:
         yield {"role": role, "content": content}
         return
     blocks = list_of(content, f"{where}.content")
+    if not blocks and role != "assistant":
+        raise InvalidRequest(f"{where}.content is empty; expected a text or blocks", field=f"{where}.content")
     if role == "assistant":
         yield _assistant(blocks, f"{where}.content")
         return
