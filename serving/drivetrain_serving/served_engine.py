@@ -72,6 +72,8 @@ class ServedEngine:
         self.generating: Counter[str] = Counter()
         """Ids of SGLang's requests in flight."""
         self.others = OtherProcesses()
+        self._engine_ids: dict[str, Counter[str]] = {}
+        """Ids by which clients may abort a request → the engine's ids of its prompts."""
         self._loading = asyncio.Lock()
         self._updates = 0
 
@@ -287,9 +289,29 @@ class ServedEngine:
                     raise
                 await asyncio.sleep(_POLL_S)
 
+    @contextmanager
+    def known_as(self, answer_id: str, call: Call) -> Iterator[None]:
+        """Let :meth:`abort` find a request by its own id, its answer's id, and vLLM's id of each of its prompts."""
+        ids = call.request_ids
+        names = {f"{answer_id}-{index}": [one] for index, one in enumerate(ids)} | {call.id: ids, answer_id: ids}
+        for name, of_engine in names.items():
+            self._engine_ids.setdefault(name, Counter()).update(of_engine)
+        try:
+            yield
+        finally:
+            for name, of_engine in names.items():
+                self._engine_ids[name] -= Counter(of_engine)
+                if not self._engine_ids[name]:
+                    del self._engine_ids[name]
+
+    def engine_ids(self, request_id: str) -> list[str]:
+        """Return the engine's ids of a request of this process; the id itself if no request is known by it."""
+        return list(self._engine_ids.get(request_id, (request_id,)))
+
     async def abort(self, request_id: str) -> None:
         """End one request, whichever process of the server it is in."""
-        await self.engine.abort(request_id)
+        for one in self.engine_ids(request_id):
+            await self.engine.abort(one)
         await self.others.abort(request_id)
 
     async def abort_all(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 
 import httpx
@@ -82,6 +83,34 @@ async def test_one_request_is_aborted_by_its_id(client: httpx.AsyncClient, engin
     assert first["id"] == "cmpl-a"
     assert first["choices"][0]["finish_reason"] == "abort"
     assert (await running[1]).json()["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("named", ["a", "cmpl-a", "generate-tokens-a", "chatcmpl-a", "cmpl-a-1"])
+async def test_a_request_is_aborted_by_the_ids_that_vllm_gives_it(
+    client: httpx.AsyncClient, engine: InferenceEngine, named: str
+) -> None:
+    prompts = {
+        "chatcmpl-a": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, 1),
+        "generate-tokens-a": ("/inference/v1/generate", {"token_ids": [5, 6], "sampling_params": LONG}, 1),
+    }
+    route, prompt, count = prompts.get(named, ("/v1/completions", {"prompt": [[5, 6], [7, 8]]}, 2))
+    body = {**LONG, **prompt}
+    running = asyncio.create_task(client.post(route, json={**body, "request_id": "a"}))
+    other = asyncio.create_task(client.post("/v1/completions", json={**LONG, "request_id": "a-1x"}))
+    await until_running(engine, 1 + count)
+    await ok(client, "/abort_requests", request_ids=[named])
+    reasons = [choice["finish_reason"] for choice in (await running).json()["choices"]]
+    assert reasons == (["length", "abort"] if named == "cmpl-a-1" else ["abort"] * len(reasons))
+    assert (await other).json()["choices"][0]["finish_reason"] == "length"
+
+
+async def test_a_stream_is_aborted_by_the_id_that_it_tells(client: httpx.AsyncClient, engine: InferenceEngine) -> None:
+    async with client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response:
+        lines = response.aiter_lines()
+        told = json.loads((await anext(lines)).removeprefix("data: "))["id"]
+        await ok(client, "/abort_requests", request_ids=[told])
+        pieces = [json.loads(line[6:]) async for line in lines if line.startswith("data: {")]
+    assert pieces[-1]["choices"][0]["finish_reason"] == "abort"
 
 
 @pytest.mark.parametrize("path", ["/pause?mode=sometimes", "/pause?clear_cache=perhaps", "/sleep?level=3"])

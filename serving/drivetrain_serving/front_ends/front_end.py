@@ -132,7 +132,8 @@ class FrontEnd(FrontEndCalls):
         return list(self._served.generating)
 
     async def abort(self, request_id: str) -> None:
-        await self._served.engine.parts.in_flight.abort(request_id)
+        for one in self._served.engine_ids(request_id):
+            await self._served.engine.parts.in_flight.abort(one)
 
     async def abort_all(self) -> None:
         await self._served.engine.parts.in_flight.abort(None)

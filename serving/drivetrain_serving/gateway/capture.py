@@ -55,6 +55,11 @@ class Asked:
     turns: int
     """Turns that the request makes."""
 
+    @property
+    def answer_id(self) -> str:
+        """The id of the chat completion."""
+        return f"chatcmpl-{self.call.id}"
+
 
 class Capture:
     """Generates for sessions, and records the sampled tokens.
@@ -79,7 +84,7 @@ class Capture:
         return await self._watched(self._whole(asked, responses, gone), asked, gone)
 
     async def _whole(self, asked: Asked, responses: ChatResponses, gone: asyncio.Event) -> ChatCompletion:
-        with asked.call.refusals():
+        with asked.call.refusals(), self._served.known_as(asked.answer_id, asked.call):
             output = await self._served.generate(asked.call)
         response = responses.whole([_as_asked(one, asked) for one in output.completions])
         for completion, choice in zip(output.completions, response["choices"], strict=True):
@@ -106,7 +111,7 @@ class Capture:
     ) -> None:
         messages: dict[int, Json] = {}
         try:
-            with asked.call.refusals():
+            with asked.call.refusals(), self._served.known_as(asked.answer_id, asked.call):
                 async with aclosing(self._served.generate_stream(asked.call)) as chunks:
                     async for chunk in chunks:
                         made = list(responses.chunks(_as_asked(chunk, asked), asked.prepared.token_ids))

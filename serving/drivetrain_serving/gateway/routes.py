@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import re
-import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Final
@@ -225,8 +224,7 @@ class SessionRoutes:
         finally:
             self._sessions.end(session, payload.n or 1)
         asked = dataclasses.replace(asked, session=self._sessions.keep(session))
-        answer_id = f"chatcmpl-{payload.request_id or uuid.uuid4().hex}"
-        answer = ChatAnswer(payload, answer_id, asked.model, engine.tokenizer, engine.config.tool_call_parser)
+        answer = ChatAnswer(payload, asked.answer_id, asked.model, engine.tokenizer, engine.config.tool_call_parser)
         return payload, asked, ChatResponses(payload, answer, self._texts, engine.model_info.eos_token_ids)
 
     async def _pieces(

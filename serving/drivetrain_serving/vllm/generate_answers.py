@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Iterable, Iterator, Sequence
 
 from drivetrain.openai.choices import FINISH_REASON, json_logprob
@@ -29,7 +28,7 @@ class GenerateResponses:
         self._asked = asked
         self._texts = texts
         self._eos = served.engine.model_info.eos_token_ids
-        self._id = f"generate-tokens-{asked.request_id or uuid.uuid4().hex}"
+        self._id = f"generate-tokens-{asked.request_id}"
         self._model = asked.model or served.name
         self._created = int(time.time())
         self._ended: list[Completion] = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Final, Protocol
@@ -121,9 +120,10 @@ class GenerationRoutes:
         body = self._translated(body, self._served)
         asked = read_completion(body, stream=body.get("stream") is True)
         call = await self._routed(completion_call(asked), asked)
-        answer = CompletionAnswer(asked, self._id("cmpl", asked), self._name(asked), self._served.engine.tokenizer)
+        answer_id = f"cmpl-{asked.request_id}"
+        answer = CompletionAnswer(asked, answer_id, self._name(asked), self._served.engine.tokenizer)
         responses = CompletionResponses(asked, answer, self._texts, self._served.engine.model_info.eos_token_ids)
-        return await self._response(call, responses, asked)
+        return await self._response(call, responses, asked, answer_id)
 
     async def _chat_completions(self, body: Mapping[str, object]) -> Response:
         body = self._translated(body, self._served)
@@ -131,9 +131,10 @@ class GenerationRoutes:
         asked = read_chat(body, engine.tokenizer.chat_template(()) or "", stream=body.get("stream") is True)
         call = await self._routed(chat_call(asked), asked)
         parser = engine.config.tool_call_parser
-        answer = ChatAnswer(asked, self._id("chatcmpl", asked), self._name(asked), engine.tokenizer, parser)
+        answer_id = f"chatcmpl-{asked.request_id}"
+        answer = ChatAnswer(asked, answer_id, self._name(asked), engine.tokenizer, parser)
         responses = ChatResponses(asked, answer, self._texts, engine.model_info.eos_token_ids)
-        return await self._response(call, responses, asked)
+        return await self._response(call, responses, asked, answer_id)
 
     async def _generate(self, body: Mapping[str, object]) -> Response:
         asked, call = read_generate(body)
@@ -142,22 +143,21 @@ class GenerationRoutes:
             params |= self._served.prompt_logprobs(count)
         call = dataclasses.replace(call, params=params, lora=await self._served.adapter_of(asked.model))
         responses = GenerateResponses(asked, self._served, self._texts)
+        answer_id = f"generate-tokens-{asked.request_id}"
         wanted = PromptScores.asked_for(asked, self._served.engine.model_info.vocab_size)
         if asked.stream:
             return await self._streamed(
-                call, responses, include_usage=asked.include_usage, with_ids=False, error_body=body_of
+                call, responses, answer_id, include_usage=asked.include_usage, with_ids=False, error_body=body_of
             )
         if wanted is None:
-            return json_answer(responses.whole(await self._completed(call)))
-        completions = await self._scored(call, asked, wanted)
+            return json_answer(responses.whole(await self._completed(call, answer_id)))
+        with self._served.known_as(answer_id, call):
+            completions = await self._scored(call, asked, wanted)
         scores = completions[0].scores  # None if the request was aborted before its prompt was read
         encoded = None if scores is None else wanted.encoded(scores)
         return json_answer({**responses.whole(completions), "prompt_token_id_logprobs": encoded})
 
     # Parts of the answers ----------------------------------------------------------------------------------------
-
-    def _id(self, kind: str, asked: Payload) -> str:
-        return f"{kind}-{asked.request_id or uuid.uuid4().hex}"
 
     def _name(self, asked: Payload) -> str:
         return asked.model or self._served.name
@@ -169,16 +169,23 @@ class GenerationRoutes:
         lora = await self._served.adapter_of(asked.model)
         return dataclasses.replace(call, params=params, lora=lora or call.lora)
 
-    async def _response(self, call: Call, responses: Responses, asked: CompletionRequest | ChatRequest) -> Response:
+    async def _response(
+        self, call: Call, responses: Responses, asked: CompletionRequest | ChatRequest, answer_id: str
+    ) -> Response:
         if asked.stream:
             with_ids = asked.return_token_ids is True or asked.continuous_usage
             return await self._streamed(
-                call, responses, include_usage=asked.include_usage, with_ids=with_ids, error_body=self._error_body
+                call,
+                responses,
+                answer_id,
+                include_usage=asked.include_usage,
+                with_ids=with_ids,
+                error_body=self._error_body,
             )
-        return json_answer(responses.whole(await self._completed(call)))
+        return json_answer(responses.whole(await self._completed(call, answer_id)))
 
-    async def _completed(self, call: Call) -> list[Completion]:
-        with call.refusals():
+    async def _completed(self, call: Call, answer_id: str) -> list[Completion]:
+        with call.refusals(), self._served.known_as(answer_id, call):
             output = await self._served.generate(call)
         return output.completions
 
@@ -194,6 +201,7 @@ class GenerationRoutes:
         self,
         call: Call,
         responses: Responses,
+        answer_id: str,
         *,
         include_usage: bool,
         with_ids: bool,
@@ -205,7 +213,7 @@ class GenerationRoutes:
                 read = [await self._read(prompt, index) for index, prompt in enumerate(call.prompts)]
             call = dataclasses.replace(call, prompts=tuple(read))
             ids = [prompt.token_ids if isinstance(prompt, TokenPrompt) else None for prompt in read]
-        pieces = self._pieces(call, responses, ids, include_usage)
+        pieces = self._pieces(call, responses, answer_id, ids, include_usage)
         return await event_stream(pieces, error_body)
 
     async def _read(self, prompt: Prompt, index: int) -> Prompt:
@@ -213,9 +221,14 @@ class GenerationRoutes:
         return prompt if prompt.media else await self._served.token_prompt(prompt, index)
 
     async def _pieces(
-        self, call: Call, responses: Responses, ids: Sequence[Sequence[int] | None], include_usage: bool
+        self,
+        call: Call,
+        responses: Responses,
+        answer_id: str,
+        ids: Sequence[Sequence[int] | None],
+        include_usage: bool,
     ) -> AsyncGenerator[Mapping[str, object], None]:
-        with call.refusals():
+        with call.refusals(), self._served.known_as(answer_id, call):
             async with aclosing(self._served.generate_stream(call)) as chunks:
                 async for chunk in chunks:
                     for piece in responses.chunks(chunk, ids[chunk.prompt_index]):

@@ -178,6 +178,7 @@ def _not_strict(tool: object) -> object:
 def _parsed(kind: type[_A], fields: dict[str, object], stream: bool) -> _A:
     known = kind.model_fields.keys() | kind.refused.keys()
     fields = {name: value for name, value in fields.items() if name in known}
+    fields.setdefault("request_id", uuid.uuid4().hex)
     return parse(kind, fields, stream=stream)
 
 
@@ -357,8 +358,9 @@ def read_generate(body: Mapping[str, object]) -> tuple[GenerateRequest, Call]:
     params: dict[str, object] = {name: fields[name] for name in _SAME if name in fields}
     params |= {ours: fields[theirs] for theirs, ours in _SAMPLING.items() if theirs in fields}
     names = {"prompts": "token_ids", **{ours: theirs for theirs, ours in _SAMPLING.items()}}
-    return asked, Call(
-        id=asked.request_id or f"generate-{uuid.uuid4().hex}",
+    request_id = asked.request_id or uuid.uuid4().hex
+    return asked.model_copy(update={"request_id": request_id}), Call(
+        id=request_id,
         prompts=(TokenPrompt.model_construct(token_ids=asked.token_ids, media=()),),
         params=params,
         lora=None,
