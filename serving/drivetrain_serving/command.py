@@ -24,6 +24,7 @@ from drivetrain.create import create_engine
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.errors import InvalidConfig
 from drivetrain_serving.config import ServerConfig, SessionConfig
+from drivetrain_serving.fleet_file import fleet_of
 from drivetrain_serving.http_layer.request_records import log_to_stderr
 from drivetrain_serving.server import Listening, Server
 
@@ -41,6 +42,9 @@ def serve(
         int, typer.Option(min=1, help="Processes that answer: 1 is the engine's own, more are front-ends beside it.")
     ] = 1,
     engines: Annotated[int, typer.Option(min=1, help="Number of engines; more than one are a fleet.")] = 1,
+    fleet: Annotated[
+        Path | None, typer.Option(help="YAML file that describes each engine of a fleet.", show_default=False)
+    ] = None,
     host: Annotated[
         str, typer.Option(help="Address to listen on. Other machines need keys, unless --open-to-all is set.")
     ] = "127.0.0.1",
@@ -136,6 +140,15 @@ def serve(
         raise InvalidConfig(message, field=field) from None
     if log_requests:
         log_to_stderr()
+    if fleet is not None:
+        if engines > 1 or any(one is not None for one in (model, backend, config, settings, isolation)):
+            raise typer.BadParameter(
+                "the file says which engines there are; leave out --model, --backend, --config, --set, --isolation and "
+                "--engines",
+                param_hint="--fleet",
+            )
+        asyncio.run(_serve(fleet_of(fleet), served))
+        return
     engine_config = configuration(config, settings or [], backend, model, isolation)
     asyncio.run(_serve(_engine([create_engine(engine_config) for _ in range(engines)]), served))
 

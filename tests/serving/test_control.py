@@ -89,7 +89,7 @@ async def test_one_request_is_aborted_by_its_id(client: httpx.AsyncClient, engin
 async def test_a_request_is_aborted_by_the_ids_that_vllm_gives_it(
     client: httpx.AsyncClient, engine: InferenceEngine, named: str
 ) -> None:
-    prompts = {
+    prompts: dict[str, tuple[str, dict[str, object], int]] = {
         "chatcmpl-a": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, 1),
         "generate-tokens-a": ("/inference/v1/generate", {"token_ids": [5, 6], "sampling_params": LONG}, 1),
     }

@@ -29,9 +29,10 @@ STARTED_S = 200
 
 
 @contextmanager
-def serving(model: Path, *more: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def serving(model: Path | None, *more: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """Start a server on a free port; yield it and its address. One that has ended must have released all it held."""
-    command = [sys.executable, "-W", "ignore", "-m", "drivetrain", "serve", "--model", str(model), "--port", "0", *more]
+    of_model = () if model is None else ("--model", str(model))
+    command = [sys.executable, "-W", "ignore", "-m", "drivetrain", "serve", *of_model, "--port", "0", *more]
     server = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment}
     )
@@ -192,6 +193,46 @@ def test_a_port_that_is_taken_is_told_before_the_engine_starts(model: Path) -> N
     assert ended.returncode != 0
     assert f"port={port}" in ended.stderr
     assert "starting" not in ended.stderr
+
+
+FLEET = """
+engines:
+  short: {{backend: transformers, model: "{model}", context_length: 64}}
+  long: {{backend: transformers, model: "{model}", context_length: 128}}
+resume: true
+"""
+
+
+def test_the_engines_of_a_file_serve_behind_one_port(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "fleet.yaml"
+    file.write_text(FLEET.format(model=model))
+    with serving(None, "--fleet", str(file), "--served-model-name", "policy") as (server, url):
+        answer = httpx.post(f"{url}/v1/completions", json={"prompt": [[5], [6]], "max_tokens": 4}, timeout=HANGING)
+        assert len(answer.json()["choices"]) == 2
+        engines = httpx.get(f"{url}/status", timeout=HANGING).json()["engines"]
+        assert [one["name"] for one in engines] == ["short", "long"]
+        server.send_signal(signal.SIGINT)
+        assert server.wait(HANGING) == 0
+
+
+@pytest.mark.parametrize(
+    ("written", "more", "says"),
+    [
+        ("engines: {}", [], "engines"),
+        ("engines: {a: {backend: transformers, model: /nowhere}}", [], "/nowhere"),
+        ("engines: {a: {backend: transformers, model: /nowhere, nonsense: 1}}", [], "nonsense"),
+        ("engines: {a: {backend: transformers, model: x}}\nnonsense: 1", [], "nonsense"),
+        ("engines: {a: {backend: transformers, model: x}}", ["--model", "x"], "--model"),
+        ("- a", [], "mapping"),
+    ],
+)
+def test_a_wrong_file_of_a_fleet_is_refused(tmp_path: Path, written: str, more: list[str], says: str) -> None:
+    file = tmp_path / "fleet.yaml"
+    file.write_text(written)
+    ended = warm_python.run("-m", "drivetrain", "serve", "--port", "0", "--fleet", str(file), *more)
+    assert ended.returncode != 0
+    assert says in ended.stderr
+    assert "Traceback" not in ended.stderr
 
 
 @pytest.mark.slow
