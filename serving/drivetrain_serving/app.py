@@ -127,6 +127,7 @@ def application(served: ServedEngine) -> Starlette:
         "/resume": control.resume,
         "/abort_requests": control.abort_requests,
         "/sleep": control.sleep,
+        "/release_kv_cache_memory": control.release_kv_cache_memory,
         "/wake_up": control.wake_up,
         "/reset_prefix_cache": control.reset_prefix_cache,
         "/reset_mm_cache": control.reset_other_cache,

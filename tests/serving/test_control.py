@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from drivetrain import InferenceEngine
+from drivetrain import InferenceEngine, MemoryTag
 from engines import until, until_running
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -117,6 +117,20 @@ async def test_a_stream_is_aborted_by_the_id_that_it_tells(client: httpx.AsyncCl
 async def test_a_wrong_query_changes_nothing(client: httpx.AsyncClient, engine: InferenceEngine, path: str) -> None:
     assert (await client.post(path)).status_code == 400
     assert not engine.is_paused
+
+
+async def test_the_cache_is_freed_in_a_pause(client: httpx.AsyncClient, engine: InferenceEngine) -> None:
+    body = {**LONG, "max_tokens": 4}
+    before = (await client.post("/v1/completions", json=body)).json()["choices"][0]["token_ids"]
+    assert (await client.post("/release_kv_cache_memory")).status_code == 400
+    await ok(client, "/pause")
+    answer = await ok(client, "/release_kv_cache_memory")
+    assert answer.json() == {"status": "kv_cache_released"}
+    assert engine.status.asleep == {MemoryTag.KV_CACHE}
+    woken = await ok(client, "/wake_up?tags=kv_cache")
+    assert woken.json() == {"status": "awake", "tags": ["kv_cache"]}
+    assert not engine.is_paused
+    assert (await client.post("/v1/completions", json=body)).json()["choices"][0]["token_ids"] == before
 
 
 async def test_weights_that_slept_away_are_not_served(

@@ -481,6 +481,12 @@ class Sleeping(TypedDict):
     level: int
 
 
+class CacheReleased(TypedDict):
+    """Answer of ``/release_kv_cache_memory``."""
+
+    status: Literal["kv_cache_released"]
+
+
 class Woken(TypedDict):
     """Answer of ``/wake_up``."""
 

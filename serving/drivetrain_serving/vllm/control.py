@@ -320,6 +320,17 @@ class ControlRoutes:
         self._served.slept = True
         return json_answer(types.Sleeping(status="sleeping", level=int(level)))
 
+    @documented(statuses=(400, *OF_ENGINES), answer=types.CacheReleased)
+    @_refusals(error_answer)
+    async def release_kv_cache_memory(self, request: Request) -> Response:
+        """Answer POST ``/release_kv_cache_memory``: frees the cache in a pause, which ``/wake_up`` ends."""
+        del request
+        if not self._engine.is_paused:
+            raise InvalidRequest("the cache is freed in a pause only; POST /pause first")
+        await self._engine.sleep([MemoryTag.KV_CACHE])
+        self._served.slept = True
+        return json_answer(types.CacheReleased(status="kv_cache_released"))
+
     @documented(query=WakeQuery, answer=types.Woken)
     @_refusals(error_answer)
     async def wake_up(self, request: Request) -> Response:
