@@ -16,7 +16,9 @@ import pytest
 import pytest_asyncio
 
 from drivetrain import InferenceEngine, TextPrompt, create_engine
+from drivetrain.backend.toolkit.owned_folder import OwnedFolder, remove_orphans
 from drivetrain_serving import Server, ServerConfig
+from drivetrain_serving.gateway.records import Record, RecordStore, SpillFile
 from engines import HANGING, require_ready_and_idle, until, until_generating, until_idle, until_running
 from gateways import Gateway, gateway_of, ids_of, require_own_logprobs, sampled, user
 
@@ -354,6 +356,24 @@ async def test_folders_of_killed_servers_are_removed(engine: InferenceEngine, tm
         await gateway.talk(["hello"])
         (made,) = files_in(tmp_path)
         assert made != left
+
+
+async def test_a_folder_of_turns_that_cannot_be_removed_is_left_to_the_next_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def busy(folder: OwnedFolder) -> None:
+        raise OSError("the folder is in use")
+
+    store = RecordStore(1, 1 << 20, str(tmp_path))
+    store.put(Record(b"", b"", b""), SpillFile())
+    await store.spill()
+    with monkeypatch.context() as in_use:
+        in_use.setattr(OwnedFolder, "remove", busy)
+        store.close()
+    assert "the folder of recorded turns stays: the folder is in use" in caplog.text
+    assert files_in(tmp_path)
+    remove_orphans(tmp_path, "drivetrain-sessions-")
+    assert not files_in(tmp_path)
 
 
 async def test_a_session_beyond_the_bound_is_refused(engine: InferenceEngine) -> None:

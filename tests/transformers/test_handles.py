@@ -22,6 +22,7 @@ from drivetrain import (
     EngineBusy,
     EngineDied,
     EngineHandle,
+    EngineInternalError,
     EngineState,
     EngineStateError,
     InferenceEngine,
@@ -602,6 +603,17 @@ def test_an_event_loop_that_ends_within_a_holders_update_leaves_it(model: Path, 
     assert not reported
     assert engine.get_weight_version() == "initial"
     assert engine.state in (EngineState.DIRTY, EngineState.FAILED)
+
+
+async def test_a_socket_that_cannot_be_made_is_a_typed_error_and_the_engine_serves_on(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with create_engine("transformers", model=str(model), isolation="inline") as engine:
+        with monkeypatch.context() as without:
+            without.setattr("tempfile.tempdir", str(tmp_path / "missing"))
+            with pytest.raises(EngineInternalError, match=r"missing .*name another folder by TMPDIR"):
+                await engine.handle()
+        await engine.handle()
 
 
 async def test_an_engine_closes_though_its_sockets_folder_cannot_be_removed(

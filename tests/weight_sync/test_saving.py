@@ -215,6 +215,18 @@ async def test_a_folder_that_is_filled_meanwhile_is_left_as_it_is(tmp_path: Path
     assert names(tmp_path) == ["saved"]
 
 
+async def test_files_that_cannot_be_removed_do_not_change_how_a_save_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def busy(folder: Path) -> None:
+        raise OSError("the folder is in use")
+
+    monkeypatch.setattr("drivetrain_weight_sync.receiver.saving._discard", busy)
+    with pytest.raises(EngineInternalError, match=r"config\.json") as caught:
+        await save(WeightWriter(ModuleTarget(Model(1))), tmp_path / "saved", files(tmp_path))
+    assert "the folder is in use" in caught.value.__notes__[0]
+
+
 async def test_a_model_whose_files_are_gone_is_not_saved(tmp_path: Path) -> None:
     with pytest.raises(EngineInternalError, match=r"config\.json"):
         await save(WeightWriter(ModuleTarget(Model(1))), tmp_path / "saved", files(tmp_path))

@@ -23,6 +23,7 @@ from tests.weight_sync.receiver_engines import InlineEngine
 from torch import nn
 
 import warm_python
+from drivetrain.backend.toolkit.owned_folder import OwnedFolder, remove_orphans
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.errors import (
     InvalidRequest,
@@ -213,6 +214,25 @@ async def test_a_push_for_which_there_is_no_room_changes_nothing(strategy: str, 
         assert not os.listdir(tmp_path)
         await sync.push(version="step-1")
     assert not differing(tensors_of(served), tensors_of(trained))
+
+
+@pytest.mark.parametrize("strategy", ["disk", "delta"])
+async def test_a_folder_that_cannot_be_removed_does_not_change_how_a_push_ends(
+    strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def busy(folder: OwnedFolder) -> None:
+        raise OSError("the folder is in use")
+
+    trained, served = Model(1), Model(2)
+    with monkeypatch.context() as in_use:
+        in_use.setattr(OwnedFolder, "remove", busy)
+        async with WeightSync.connect(trained, InlineEngine(served), strategy, directory=tmp_path) as sync:
+            await sync.push(version="step-1")
+    assert not differing(tensors_of(served), tensors_of(trained))
+    assert "the folder of a weight push stays: the folder is in use" in caplog.text
+    assert os.listdir(tmp_path)
+    remove_orphans(tmp_path, "drivetrain-weights-")
+    assert not os.listdir(tmp_path), "it was not left to the next push"
 
 
 @pytest.mark.parametrize("strategy", ["disk", "delta"])

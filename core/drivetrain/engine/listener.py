@@ -26,7 +26,7 @@ from drivetrain.engine.holder_calls import Claims, HolderCalls
 from drivetrain.engine.parts import Parts
 from drivetrain.engine.shared_state import FACTS, STATE, EngineFacts, SharedState
 from drivetrain.engine.states import EngineState
-from drivetrain.errors import EngineDied, EngineError, EngineStateError, InvalidConfig, WireError
+from drivetrain.errors import EngineDied, EngineError, EngineInternalError, EngineStateError, InvalidConfig, WireError
 from drivetrain.process.handshake import check_version, hello
 from drivetrain.process.proof import LONGEST_KEY, new_nonce, proof, proves
 from drivetrain.process.pulse import PulseSocket, PulseWatch
@@ -87,6 +87,7 @@ class EngineListener:
         Raises:
             InvalidConfig: the address cannot be listened on, the key is too short or too long, or the files of the
                 certificate cannot be used.
+            EngineInternalError: the Unix socket cannot be made.
         """
         check_key(key)
         loop = asyncio.get_running_loop()
@@ -97,12 +98,18 @@ class EngineListener:
         check_address(address, announced)
         tls = check_certificate(address, certfile, keyfile)
         if address is None:
-            if self._folder is None:
-                temporary = Path(tempfile.gettempdir())
-                remove_orphans(temporary, _FOLDER)
-                self._folder = OwnedFolder(temporary, _FOLDER)  # with mode 0700
-            path = f"{self._folder.path}/{len(self._servers)}.sock"
-            self._add(await loop.create_unix_server(serve, path))
+            temporary = Path(tempfile.gettempdir())
+            try:
+                if self._folder is None:
+                    remove_orphans(temporary, _FOLDER)
+                    self._folder = OwnedFolder(temporary, _FOLDER)  # with mode 0700
+                path = f"{self._folder.path}/{len(self._servers)}.sock"
+                self._add(await loop.create_unix_server(serve, path))
+            except OSError as error:
+                raise EngineInternalError(
+                    f"the engine's socket cannot be made in {temporary} ({error}); make room there, or name another "
+                    "folder by TMPDIR"
+                ) from error
             return EngineHandle(f"unix:{path}", key)
         host, port = _host_and_port(address)
         shown_host = _in_address(announced or host)

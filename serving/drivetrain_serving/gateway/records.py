@@ -190,11 +190,8 @@ class RecordStore:
                 self.disk_bytes -= file.size
 
     def close(self) -> None:
-        """Delete all files."""
+        """Delete all files. Those that cannot be removed are left to the next server on this host."""
         with self._writing:
-            if self._folder is not None:
-                try:
-                    self._folder.remove()
-                except OSError as error:
-                    _LOGGER.warning("cannot remove recorded turns in %s: %s", self._folder.path, error)
-            self._folder = None
+            folder, self._folder = self._folder, None
+            if folder is not None:
+                folder.remove_or_leave("the folder of recorded turns")

@@ -212,8 +212,11 @@ async def save_sharded(path: str, files: ModelFiles, write: Write, *, named: str
             await asyncio.to_thread(files.copy_into, staged)
             await _written(write, staged)
             await in_thread(appear)
-    except BaseException:
-        await asyncio.to_thread(_discard, folder if appeared.is_set() else staged)
+    except BaseException as error:
+        try:
+            await asyncio.to_thread(_discard, folder if appeared.is_set() else staged)
+        except OSError as another:
+            error.add_note(f"the files written so far could not be removed: {another}")
         raise
 
 

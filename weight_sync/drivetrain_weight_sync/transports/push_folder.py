@@ -40,8 +40,8 @@ class PushFolder:
             yield
 
     def remove(self) -> None:
-        """Remove the folder with its contents."""
-        self._folder.remove()
+        """Remove the folder with its contents, or log that it stays: the push has ended, and its result stands."""
+        self._folder.remove_or_leave("the folder of a weight push")
 
 
 @contextmanager

@@ -42,5 +42,6 @@ class SharingCalls(Page):
             EngineStateError: the engine is not open.
             InvalidConfig: the address cannot be listened on, the key is too short, the certificate cannot be used, or
                 ``announce`` is given without ``listen``.
+            EngineInternalError: the Unix socket cannot be made, as in a temporary folder without room.
         """
         return await self.parts.sharing.handle(listen, key, announce, ssl_certfile, ssl_keyfile)
