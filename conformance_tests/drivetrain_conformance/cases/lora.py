@@ -737,6 +737,28 @@ async def an_adapter_in_use_is_not_unloaded(bench: Bench) -> None:
         _assert_made_by(bench, (await flying).completions, made)
     with refused(InvalidRequest, field="lora"):
         await _answers(bench, bench.prompts(1), "a")
+    for mode in (None, *bench.freezes()):
+        await _check_ended_requests_use_no_adapter(bench, made, mode)
+
+
+async def _check_ended_requests_use_no_adapter(bench: Bench, made: _Made, mode: PauseMode | None) -> None:
+    """Check that an adapter can be unloaded once its requests were aborted or given up, here after a pause began.
+
+    An engine that counts an adapter's requests must notice also those that end in its queue.
+    """
+    engine = bench.engine
+    for aborted in (True, False):
+        async with _loaded(bench, a=made):
+            async with bench.in_flight(bench.prompts(2), bench.long(ignore_eos=True), lora="a") as flying:
+                if mode is not None:
+                    await engine.pause_generation(mode)
+                if aborted and bench.claims(Capability.ABORT):
+                    await engine.abort_generation()
+                else:
+                    flying.cancel()
+                await until_ended(flying)
+            if mode is not None:
+                await engine.continue_generation()
 
 
 @case(Capability.LORA, Capability.PAUSE_WAIT, Capability.IGNORE_EOS, config=_CONFIG)

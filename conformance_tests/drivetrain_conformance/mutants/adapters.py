@@ -8,6 +8,7 @@ import math
 import os
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
@@ -19,7 +20,7 @@ from drivetrain.backend.toolkit.translation import non_finite_logits
 from drivetrain.engine.adapters import Adapters
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.engine.requests_in_flight import RequestsInFlight
-from drivetrain.errors import EngineStartError, InvalidRequest, NonFiniteLogits, TooManyAdapters
+from drivetrain.errors import EngineBusy, EngineStartError, InvalidRequest, NonFiniteLogits, TooManyAdapters
 from drivetrain.types.outputs import FinishReason
 from drivetrain.types.weights import (
     LoraTensors,
@@ -99,6 +100,24 @@ class loses_adapters_in_flight_when_another_comes(KnowingRequests):
         if request.request_id not in self._lost or first.finish_reason is not FinishReason.ABORT:
             return first
         return joined(first, await super().generate(dataclasses.replace(after(request, first), lora=None)))
+
+
+@mutant("lora/an_adapter_in_use_is_not_unloaded", says="the adapter is used by 2 requests that have ended")
+class counts_aborted_requests_as_users(CorrectBackend):
+    """A request that is aborted is counted as a user of its adapter forever."""
+
+    _users: Counter[str] = own(Counter)
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        result = await super().generate(request)
+        if request.lora is not None and result.finish_reason is FinishReason.ABORT:
+            self._users[request.lora] += 1
+        return result
+
+    async def unload_lora_adapter(self, lora_name: str) -> None:
+        if users := self._users[lora_name]:
+            raise EngineBusy(f"the adapter is used by {users} requests that have ended")
+        await super().unload_lora_adapter(lora_name)
 
 
 @mutant("lora/requests_in_flight_use_different_adapters", says="nats below the most likely one")

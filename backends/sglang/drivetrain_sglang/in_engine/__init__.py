@@ -30,6 +30,7 @@ def activate() -> None:
     if SOCKET_VARIABLE not in os.environ:
         return
     from drivetrain_sglang.in_engine import (
+        adapter_uses,
         expert_records,
         failed_requests,
         multimodal_hooks,
@@ -46,3 +47,4 @@ def activate() -> None:
     quantised_layers.register()
     scheduler_calls.register()
     multimodal_hooks.register()
+    adapter_uses.register()
