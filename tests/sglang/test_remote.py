@@ -175,6 +175,14 @@ def test_a_server_that_changes_what_requests_mean_is_refused(name: str, value: o
         remote_info.check_server(says(**{name: value}), "e")
 
 
+def test_a_server_that_may_answer_from_copies_of_old_weights_is_refused() -> None:
+    remote_info.check_server(says(dcp_size=1, dcp_replicate_q_proj=None), "e")
+    remote_info.check_server(says(dcp_size=2, dcp_replicate_q_proj=False), "e")
+    for value in (True, None):
+        with pytest.raises(InvalidConfig, match="--no-dcp-replicate-q-proj"):
+            remote_info.check_server(says(dcp_size=2, dcp_replicate_q_proj=value), "e")
+
+
 @pytest.mark.parametrize(("version", "fine"), [("0.5.22", False), ("0.5.23.post1", True), ("0.6.0rc1", True)])
 def test_an_old_server_is_refused(version: str, fine: bool) -> None:
     if fine:

@@ -321,6 +321,20 @@ def test_a_cache_that_cannot_bear_weight_updates_is_refused() -> None:
     assert translate.engine_arguments(config(engine_kwargs=kwargs), "cuda", "float32", 64).items() >= kwargs.items()
 
 
+def test_copies_of_weights_that_updates_do_not_reach_are_never_made() -> None:
+    def arguments(**kwargs: object) -> dict[str, object]:
+        return translate.engine_arguments(config(engine_kwargs=kwargs), "cuda", "float32", 64)
+
+    name = "dcp_replicate_q_proj"
+    for value in (True, None):
+        with pytest.raises(InvalidConfig, match=f"{name}={value}") as caught:
+            arguments(dcp_size=2, dcp_replicate_q_proj=value)
+        assert caught.value.field == "engine_kwargs"
+    assert arguments(dcp_size=2)[name] is False, "unset, SGLang would turn it on for some models"
+    assert arguments(dcp_size=2, dcp_replicate_q_proj=False)[name] is False
+    assert name not in arguments(), "SGLang refuses it without decode context parallelism"
+
+
 def test_errors_are_told_apart() -> None:
     assert isinstance(as_engine_error(RuntimeError("CUDA out of memory. Tried")), EngineOutOfMemory)
     assert isinstance(as_engine_error(ValueError("no such thing")), InvalidRequest)

@@ -13,6 +13,7 @@ from drivetrain.servers.launched_fields import check_launched_fields, not_launch
 from drivetrain.servers.remote_backend import ENDPOINT
 from drivetrain.types.capability import Capability
 from drivetrain.types.config import EngineConfig, Task
+from drivetrain_sglang.translate import REPLICATED_QUERIES
 
 OLDEST: Final = (0, 5, 23)
 """Oldest release that was seen to work."""
@@ -119,6 +120,12 @@ def check_server(says: ServerSays, endpoint: str) -> None:
                 f"meaning of requests; launch it with {name}={value!r}",
                 field=ENDPOINT,
             )
+    if says.server.get("dcp_size", 1) != 1 and says.server.get(REPLICATED_QUERIES) is not False:
+        raise InvalidConfig(
+            f"the server at {endpoint} was launched with dcp_size={says.server['dcp_size']} and may answer from copies "
+            "of weights that no update changes; launch it with --no-dcp-replicate-q-proj",
+            field=ENDPOINT,
+        )
 
 
 _AGREES: Final[Mapping[str, Callable[[ServerSays], object]]] = {

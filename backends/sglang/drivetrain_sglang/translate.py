@@ -109,6 +109,9 @@ HOST_MEMORY: Final = "hicache_host_memory_mode"
 BUFFER_ONLY: Final = "buffer_only"
 """The value of ``hicache_host_memory_mode`` for prefixes that pass through host memory on their way from a storage."""
 
+REPLICATED_QUERIES: Final = "dcp_replicate_q_proj"
+"""SGLang's argument for copies of MLA weights on every rank of decode context parallelism, made once at the start."""
+
 ROOM: Final = 8
 """Tokens added to SGLang's limits: without them SGLang truncates a request that fits exactly by one token."""
 
@@ -218,6 +221,12 @@ def engine_arguments(
             "waits for which it has fetched a prefix; leave it out, or set 'cache'",
             field="engine_kwargs",
         )
+    if config.engine_kwargs.get(REPLICATED_QUERIES, False) is not False:
+        raise InvalidConfig(
+            f"engine_kwargs holds {REPLICATED_QUERIES}={config.engine_kwargs[REPLICATED_QUERIES]!r}: SGLang copies "
+            "weights at its start and answers from the copies after an update of the weights; leave it out",
+            field="engine_kwargs",
+        )
     relied_on: dict[str, object] = {
         "model_path": config.model,
         "tokenizer_path": config.tokenizer or config.model,
@@ -264,6 +273,8 @@ def engine_arguments(
     if ":" in (config.device or ""):
         relied_on["base_gpu_id"] = int((config.device or "").rpartition(":")[2])
     defaults = {"log_level": "warning", **(_ON_A_CPU if device == "cpu" else {})}
+    if config.engine_kwargs.get("dcp_size", 1) != 1:
+        defaults[REPLICATED_QUERIES] = False  # unset, SGLang sets it for some models
     return with_engine_kwargs(config, relied_on, defaults, WITHOUT_EFFECT)
 
 
