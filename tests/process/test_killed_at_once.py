@@ -1,10 +1,12 @@
-"""Folders of a trainer and its host that are killed: the next engine removes them once both have ended."""
+"""Files of a trainer and its host that are killed: the next engine removes them once both have ended."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -15,7 +17,7 @@ import pytest
 
 import warm_python
 from drivetrain import InferenceEngine, create_engine
-from drivetrain.process.process_tree import runs
+from drivetrain.process.process_tree import runs, shared_memory_of
 from fleets import until
 from warm_python import Program, running
 
@@ -28,6 +30,21 @@ async def main():
         await engine.handle()
         print(engine.host_pid, flush=True)
         await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+TRAINER_OF_A_HOST_WITH_SHARED_MEMORY = """
+import asyncio
+from drivetrain import EngineConfig
+from drivetrain.process import HostedBackend
+
+async def main():
+    config = EngineConfig(backend="fake", model="m", engine_kwargs={"trouble": "semaphore child"})
+    backend = HostedBackend(config, "fake")
+    await backend.start(lambda stage: None)
+    print(backend.pid, (await backend.stats()).kv_cache_bytes, flush=True)
+    await asyncio.sleep(600)
 
 asyncio.run(main())
 """
@@ -101,4 +118,28 @@ async def test_the_folder_of_a_host_that_outlives_its_trainer_stays_until_it_end
             os.kill(host, signal.SIGCONT)
             await until_ended(host)
             assert not scratch.exists()
+    assert owned(temporary) == []
+
+
+@pytest.mark.usefixtures("plugin")
+async def test_shared_memory_of_a_family_that_was_killed_at_once_goes_with_the_next(
+    model: Path, temporary: Path
+) -> None:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", TRAINER_OF_A_HOST_WITH_SHARED_MEMORY), stdout=asyncio.subprocess.PIPE
+    )
+    assert process.stdout is not None
+    host, child = map(int, (await process.stdout.readline()).split())
+    (semaphore,) = shared_memory_of([psutil.Process(child)])
+    await until(lambda: any(str(semaphore) in file.read_text() for file in temporary.glob("drivetrain-host-*/*memory")))
+    os.kill(process.pid, signal.SIGSTOP)
+    # The child's own child is the resource tracker, which would have removed the semaphore.
+    for pid in (*(one.pid for one in psutil.Process(child).children()), host, child, process.pid):
+        os.kill(pid, signal.SIGKILL)
+        if pid != process.pid:
+            await until_ended(pid)
+    await process.wait()
+    assert semaphore.exists()
+    async with another_engine(model):
+        await until(lambda: not semaphore.exists())
     assert owned(temporary) == []

@@ -12,7 +12,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from drivetrain.process.process_tree import MARK, SCRATCH, kill_family, runs, shared_memory_of
+from drivetrain.process.process_tree import (
+    MARK,
+    SCRATCH,
+    kill_family,
+    list_shared_memory,
+    runs,
+    shared_memory_of,
+    unlink_listed,
+)
 
 HANGING = 60.0
 """Seconds after which a test counts as hanging, on a machine however busy."""
@@ -35,6 +43,39 @@ def test_named_semaphores_of_the_killed_are_removed() -> None:
         # Kill it together with its resource tracker, which would have removed the semaphore a moment later.
         kill_family(process.pid, "no mark")
     assert not semaphore.exists()
+
+
+def test_listed_memory_is_removed_once_no_process_uses_it(tmp_path: Path) -> None:
+    unlink_listed(tmp_path)  # a host that was killed before it listed any
+    with subprocess.Popen(
+        [sys.executable, "-c", _HOLDS_A_SEMAPHORE], stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        own = psutil.Process(process.pid)
+        (semaphore,) = shared_memory_of([own])
+        gone = tmp_path / "gone"
+        list_shared_memory([semaphore, gone], tmp_path, own.create_time())
+        with pytest.raises(BlockingIOError, match=semaphore.name):
+            unlink_listed(tmp_path)
+        for one in (*own.children(), own):  # the child is the resource tracker, which would have removed the semaphore
+            one.kill()
+    assert semaphore.exists()
+    unlink_listed(tmp_path)
+    assert not semaphore.exists()
+
+
+def test_memory_that_was_there_before_the_host_is_not_listed(tmp_path: Path) -> None:
+    dataset = tmp_path / "dataset"
+    dataset.write_text("rows")
+    list_shared_memory([dataset], tmp_path, time.time() + 1)
+    unlink_listed(tmp_path)
+    assert dataset.exists()
+    list_shared_memory([dataset], tmp_path, time.time() - 60)
+    (listing,) = tmp_path.glob("drivetrain-*")
+    listing.write_text(f"{listing.read_text()}7 /dev/sh")  # as a writer that was killed leaves it
+    unlink_listed(tmp_path)
+    assert not dataset.exists()
 
 
 _HOLDS_MEMORY = """

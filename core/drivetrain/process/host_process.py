@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -31,7 +31,16 @@ from drivetrain.process.frozen import is_frozen
 from drivetrain.process.host_launcher import launch
 from drivetrain.process.host_log import HostLog
 from drivetrain.process.host_python import cannot_run
-from drivetrain.process.process_tree import MARK, SCRATCH, ending, family, kill_family, shared_memory_of
+from drivetrain.process.process_tree import (
+    MARK,
+    SCRATCH,
+    ending,
+    family,
+    kill_family,
+    list_shared_memory,
+    shared_memory_of,
+    unlink_listed,
+)
 from drivetrain.process.wire import Fatal, FrameReader, from_watch, read
 from drivetrain.types.config import Timeouts
 
@@ -84,10 +93,11 @@ class HostProcess:
         self._scratch = OwnedFolder(temporary, _SCRATCH)
         # In a thread, because the files of a killed engine may be many, and our caller may be an event loop.
         threading.Thread(
-            target=remove_orphans, args=(temporary, _SCRATCH), name="drivetrain-orphans", daemon=True
+            target=remove_orphans, args=(temporary, _SCRATCH, unlink_listed), name="drivetrain-orphans", daemon=True
         ).start()
         arguments = ["--fd", "{0}", "--watch-fd", "{1}", "--period", str(period), "--patience", str(timeouts.heartbeat)]
         fds = [theirs.fileno(), watch_theirs.fileno()]
+        self._since = time.time()
         if self._scratch.lock is not None:
             fds.append(self._scratch.lock)  # the host keeps it open until it ends
         try:
@@ -183,6 +193,14 @@ class HostProcess:
                     return
                 if self._shared_memory is None and self._started.is_set():
                     self._shared_memory = shared_memory_of(family(self.pid, self._mark))
+                    self._list_shared_memory(self._shared_memory)
+
+    def _list_shared_memory(self, files: Set[Path]) -> None:
+        """List the files for the next engine on this machine, which finds them if this process is killed too."""
+        try:
+            list_shared_memory(files, self._scratch.path, self._since)
+        except OSError as error:
+            _logger.warning("shared memory of the host process %d would stay if all were killed: %s", self.pid, error)
 
     def _hear(self, frames: FrameReader, data: bytes) -> None:
         try:

@@ -9,6 +9,7 @@ import shutil
 import signal
 import time
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -22,6 +23,8 @@ SCRATCH: Final = "DRIVETRAIN_HOST_FOLDER"
 
 _SHARED_MEMORY: Final = Path("/dev/shm")
 _SEMAPHORE: Final = "sem.mp-"
+_LIST: Final = "drivetrain-shared-memory"
+"""Name of the list of a host's shared-memory files in its temporary folder: inode and path, a line for each."""
 _NUMBERS: Final = re.compile(r"(?<![0-9A-Za-z])\d+(?![0-9A-Za-z])")
 _logger = logging.getLogger("drivetrain.host")
 _PATIENCE_S: Final = 3.0
@@ -110,6 +113,40 @@ def _left_by(killed: Collection[int], files: Collection[Path]) -> set[Path]:
     if others:
         others -= shared_memory_of(process for process in psutil.process_iter() if process.pid != os.getpid())
     return own | others
+
+
+def list_shared_memory(files: Iterable[Path], folder: Path, since: float) -> None:
+    """List a host's shared-memory files in its temporary folder, for :func:`unlink_listed`.
+
+    Args:
+        files: The files.
+        folder: The folder.
+        since: Time of the host's start, in seconds since the epoch. Files that did not change from then on were there
+            before, such as a dataset.
+    """
+    lines: list[str] = []
+    for file in files:
+        with suppress(FileNotFoundError):  # removed meanwhile
+            status = file.stat()
+            if status.st_ctime >= since:
+                lines.append(f"{status.st_ino} {file}\n")
+    (folder / _LIST).write_text("".join(lines), encoding="utf-8")
+
+
+def unlink_listed(folder: Path) -> None:
+    """Remove the shared memory of a host that was killed at once with its trainer, which would have removed it.
+
+    Raises:
+        BlockingIOError: A process of the host outlives it, and uses a file: nothing was removed.
+    """
+    with suppress(FileNotFoundError):  # no list: the host had not started; or a file is gone meanwhile
+        *lines, _ = (folder / _LIST).read_text(encoding="utf-8").split("\n")  # the last one may be cut off
+        listed = {Path(path): int(inode) for inode, path in (line.split(maxsplit=1) for line in lines)}
+        files = {file for file, inode in listed.items() if file.exists() and file.stat().st_ino == inode}
+        used = files & shared_memory_of(psutil.process_iter()) if files else set()
+        if used:
+            raise BlockingIOError(f"still in use: {', '.join(map(str, used))}")
+        unlink(files)
 
 
 def unlink(files: Iterable[Path]) -> None:

@@ -10,6 +10,7 @@ import socket
 import tempfile
 import time
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -93,17 +94,23 @@ def _let_go_of_all() -> None:
 os.register_at_fork(after_in_child=_let_go_of_all)
 
 
-def remove_orphans(parent: Path, prefix: str) -> None:
-    """Remove the folders of this user with this prefix whose owners were killed on this host."""
+def remove_orphans(parent: Path, prefix: str, before: Callable[[Path], None] = lambda folder: None) -> None:
+    """Remove the folders of this user with this prefix whose owners were killed on this host.
+
+    Args:
+        parent: The folder that they lie in.
+        prefix: First part of their names.
+        before: Called with each folder before it is removed; if it raises an OSError, the folder stays.
+    """
     prefix = _of_this_host(parent, prefix)
     with suppress(OSError), os.scandir(parent) as entries:
         found = [Path(entry.path) for entry in entries if entry.name.startswith(prefix)]
         for folder in found:
             with suppress(OSError):  # removed meanwhile, or an owner is alive
-                _remove_orphan(folder)
+                _remove_orphan(folder, before)
 
 
-def _remove_orphan(folder: Path) -> None:
+def _remove_orphan(folder: Path, before: Callable[[Path], None]) -> None:
     if folder.lstat().st_uid != os.getuid():
         return
     try:
@@ -116,6 +123,7 @@ def _remove_orphan(folder: Path) -> None:
     with lock:
         if lock.read() == socket.gethostname().encode():
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            before(folder)
             _remove(folder)
 
 
