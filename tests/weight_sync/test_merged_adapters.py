@@ -8,33 +8,16 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from tests.weight_sync.adapted_policies import SETTINGS, adapted, bits, model
 from tests.weight_sync.receiver_engines import InlineEngine
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from drivetrain.errors import InvalidWeights, WeightPlanMismatch, WeightSyncError
-from drivetrain.testing import tiny_model
 from drivetrain.types.weights import WeightManifest
 from drivetrain_weight_sync import WeightSync
 from drivetrain_weight_sync.copying.plan import check_plan
 from drivetrain_weight_sync.tensors.derived_tensor import DerivedTensor
 from drivetrain_weight_sync.tensors.dtypes import spec_of
 from drivetrain_weight_sync.trainer.source import Source, by_name
-
-
-def model() -> PreTrainedModel:
-    made: PreTrainedModel = AutoModelForCausalLM.from_pretrained(tiny_model())
-    return made
-
-
-def adapted(**fields: object) -> torch.nn.Module:
-    torch.manual_seed(0)
-    peft = get_peft_model(model(), LoraConfig(**{"r": 4, "target_modules": ["q_proj", "up_proj"], **fields}))  # type: ignore[arg-type]
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in peft.named_parameters():
-            if any(part in name for part in ("lora_", "modules_to_save", "tokens_delta")):
-                parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    return peft
 
 
 def pushed(module: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -60,20 +43,7 @@ def test_a_module_that_is_saved_with_the_adapter_is_pushed_as_it_was_trained() -
     assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
 
 
-SETTINGS: dict[str, dict[str, object]] = {
-    "plain": {},
-    "rslora": {"use_rslora": True, "lora_alpha": 3},
-    "dora": {"use_dora": True},
-    "bias": {"lora_bias": True, "target_modules": ["q_proj", "k_proj"]},
-    "embedding": {"target_modules": ["embed_tokens", "down_proj"]},
-    "modules_to_save": {"modules_to_save": ["lm_head"]},
-    "tokens": {"trainable_token_indices": [3, 5]},
-}
 STRATEGIES = ["in_process", "shared_memory", "broadcast", "disk", "delta"]
-
-
-def bits(module: torch.nn.Module) -> dict[str, bytes]:
-    return {name: tensor.detach().numpy().tobytes() for name, tensor in module.state_dict().items()}
 
 
 @pytest.mark.parametrize("kind", SETTINGS)
@@ -211,11 +181,6 @@ async def test_a_merged_value_that_is_not_finite_is_refused_by_name() -> None:
     async with WeightSync.connect(peft, InlineEngine(served), "shared_memory") as sync:
         with pytest.raises(InvalidWeights, match=r"model\.layers\.0\.mlp\.up_proj\.weight"):
             await sync.push(version="step-1")
-
-
-def test_shards_of_a_policy_with_adapters_are_refused_with_the_remedy() -> None:
-    with pytest.raises(WeightSyncError, match=r"not merged.*merge_adapter\(\)"):
-        list(Source(adapted()).shards())
 
 
 def test_a_state_dict_of_a_peft_model_is_refused_in_words_that_fit() -> None:

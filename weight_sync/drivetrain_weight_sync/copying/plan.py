@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Final
 
@@ -26,11 +26,16 @@ def layer_of(name: str) -> str:
     return found.group() if found else name
 
 
-def make_plan(specs: Iterable[TensorSpec], bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> WeightPlan:
+def make_plan(
+    specs: Iterable[TensorSpec],
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    layer_of: Callable[[str], str] = layer_of,
+) -> WeightPlan:
     """Place tensors in buckets of at most ``bucket_bytes``, whole layers together, in the order given.
 
     A layer larger than ``bucket_bytes`` gets a bucket of its own. Layers stay whole because engines fuse several
     checkpoint tensors of a layer into one parameter, and a fusion split over two buckets would come out wrong.
+    ``layer_of`` returns the layer of a tensor by the tensor's name.
 
     Raises:
         InvalidConfig: ``bucket_bytes`` is not positive.

@@ -96,13 +96,21 @@ class Gatherer:
         self._ahead = ThreadPoolExecutor(1, "drivetrain-gathers")
         self._coming: Future[dict[str, torch.Tensor]] | None = None
 
-    def meet(self, version: str, pairs: Iterable[tuple[str, object]], rename: Rename) -> None:
+    def meet(
+        self,
+        version: str,
+        shards: Callable[[], Iterable[tuple[str, object]]],
+        rename: Rename,
+        gathered_with: Callable[[str], str | None] = lambda _: None,
+    ) -> None:
         """Wait until every rank takes part in the push of ``version``, and compare their shards.
 
         Args:
             version: Version of the push, the same on every rank.
-            pairs: Names and tensors of this rank.
+            shards: Returns names and tensors of this rank.
             rename: Names and splits whole tensors as the checkpoint does.
+            gathered_with: Returns the name of a layer for a tensor that must be renamed together with all others of
+                the layer.
 
         Raises:
             TrainerRankLost, DeadlineExceeded: a rank is gone, or does not push.
@@ -119,10 +127,10 @@ class Gatherer:
         self._waiting = True
         offers = self._offers(version)
         self._rename = rename
-        own, self._tensors = own_pieces(pairs)
+        own, self._tensors = own_pieces(shards())
         offered = {**self._pieces, self._ranks.rank: own}
         if offered != self._offered:
-            self._inventory = Inventory(offered, self._ranks.rank, self._bucket_bytes)
+            self._inventory = Inventory(offered, self._ranks.rank, self._bucket_bytes, gathered_with)
             self._offered = offered
             specs = self._inventory.specs
             self._outlines = {n: torch.empty(s.shape, dtype=dtype_of(s), device="meta") for n, s in specs.items()}
@@ -139,9 +147,13 @@ class Gatherer:
         """Return a meta tensor of each tensor's shape and dtype, by checkpoint name."""
         return self._named(self._outlines)
 
-    def parts_of(self, outline: torch.Tensor) -> Sequence[Part]:
-        """Return the parts of the trainer's tensor that a tensor of :meth:`outline` shows in whole or as a view."""
-        return self._inventory.parts[self._of_storage[storage_of(outline)]]
+    def parts_of(self, outline: torch.Tensor) -> Sequence[Part] | None:
+        """Return the parts of the trainer's tensor that a tensor of :meth:`outline` shows in whole or as a view.
+
+        None if the tensor is computed from others.
+        """
+        name = self._of_storage.get(storage_of(outline))
+        return None if name is None else self._inventory.parts[name]
 
     def stage_parts(
         self,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from drivetrain.errors import WeightPlanMismatch
 from drivetrain.types.weights import Bucket, TensorSpec
-from drivetrain_weight_sync.copying.plan import make_plan
+from drivetrain_weight_sync.copying.plan import layer_of, make_plan
 from drivetrain_weight_sync.shards.pieces import Piece
 
 
@@ -35,12 +35,19 @@ class Inventory:
         offered: The pieces of each rank.
         own: The rank that gathers; its own pieces are preferred.
         bucket_bytes: Most bytes of a bucket; a larger layer gets a bucket of its own.
+        gathered_with: Returns the name of a layer for a tensor that must share a bucket with all others of the layer.
 
     Raises:
         WeightPlanMismatch: ranks disagree about a tensor, or their pieces do not cover it exactly.
     """
 
-    def __init__(self, offered: Mapping[int, Sequence[Piece]], own: int, bucket_bytes: int) -> None:
+    def __init__(
+        self,
+        offered: Mapping[int, Sequence[Piece]],
+        own: int,
+        bucket_bytes: int,
+        gathered_with: Callable[[str], str | None] = lambda _: None,
+    ) -> None:
         self.names: dict[str, tuple[str, ...]] = {}
         """All names of each tensor, by its first."""
         self.specs: dict[str, TensorSpec] = {}
@@ -56,7 +63,9 @@ class Inventory:
                     self.parts.setdefault(name, []).append(Part(rank, index, piece))
         for name, parts in self.parts.items():
             _require_cover(name, [part.piece for part in parts])
-        self.buckets: tuple[Bucket, ...] = make_plan(self.specs.values(), bucket_bytes).buckets
+        layers = _layers(self.names.values(), gathered_with)
+        plan = make_plan(self.specs.values(), bucket_bytes, lambda name: layers[name])
+        self.buckets: tuple[Bucket, ...] = plan.buckets
 
     def _see(self, rank: int, piece: Piece) -> None:
         name = piece.names[0]
@@ -68,6 +77,24 @@ class Inventory:
                 f"{known.dtype} {list(known.shape)}; nothing was changed. Give every rank the whole tensor's shape",
                 mismatched=[name],
             )
+
+
+def _layers(tensors: Iterable[Sequence[str]], gathered_with: Callable[[str], str | None]) -> dict[str, str]:
+    """Return each tensor's layer by the tensor's first name; tied tensors make one layer of two."""
+    joined: dict[str, str] = {}
+
+    def layer(name: str) -> str:
+        own = gathered_with(name)
+        found = layer_of(name if own is None else f"{own}.")
+        while found in joined:
+            found = joined[found]
+        return found
+
+    for first, *others in tensors:
+        for other in others:
+            if layer(other) != layer(first):
+                joined[layer(other)] = layer(first)
+    return {names[0]: layer(names[0]) for names in tensors}
 
 
 def _require_cover(name: str, pieces: Sequence[Piece]) -> None:

@@ -169,7 +169,9 @@ class EnginePush:
         """Wait for the other ranks of a sharded source."""
         gatherer, given = self._gatherer, self._given
         if gatherer is not None:
-            await in_thread(lambda: gatherer.meet(version, given.shards(), given.whole), gatherer.interrupt)
+            await in_thread(
+                lambda: gatherer.meet(version, given.shards, given.whole, given.gathered_with), gatherer.interrupt
+            )
 
     @contextmanager
     def _releasing_ranks_if_it_fails(self) -> Iterator[None]:

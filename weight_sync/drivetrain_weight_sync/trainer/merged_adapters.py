@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 import sys
 import warnings
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from operator import attrgetter
 
 import torch
 from torch import nn
 
 from drivetrain.errors import WeightSyncError
-from drivetrain_weight_sync.tensors.checkpoint_names import base_name, listed
+from drivetrain_weight_sync.tensors.checkpoint_names import base_name, unwrapped
 from drivetrain_weight_sync.tensors.derived_tensor import DerivedTensor
 from drivetrain_weight_sync.tensors.storages import storage_of
 
@@ -45,12 +45,21 @@ class MergedAdapters:
         Raises:
             WeightSyncError: an adapter is not merged and cannot be merged here.
         """
-        return _base_weights(module, pairs, self)
+        adapted = AdaptedModule.of(module)
+        if adapted is None:
+            return pairs
+        kept: list[tuple[str, torch.Tensor]] = []
+        for name, tensor in pairs:
+            own = adapted.base_name(name)
+            if own is not None:
+                owner = adapted.owner(name)
+                kept.append((own, tensor if owner is None else self._stand_in(tensor, name, owner, adapted)))
+        return kept
 
-    def stand_in(self, tensor: torch.Tensor, name: str, layer: nn.Module, path: str) -> torch.Tensor:
-        """Return a meta tensor like ``tensor``, which ``layer`` holds at ``path``."""
+    def _stand_in(self, tensor: torch.Tensor, name: str, owner: str, adapted: AdaptedModule) -> torch.Tensor:
         made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-        self._stand_ins[storage_of(made)] = made, name, layer, path
+        path = unwrapped(name).removeprefix(f"{owner}.")
+        self._stand_ins[storage_of(made)] = made, owner, adapted.unmerged[owner], path
         return made
 
     def resolved(self, tensor: torch.Tensor) -> torch.Tensor | DerivedTensor:
@@ -73,60 +82,104 @@ class MergedAdapters:
         return DerivedTensor(tensor, compute)
 
 
-def without_adapters(module: nn.Module, pairs: Pairs) -> Pairs:
-    """Return the base weights of ``module``, into which ``merge_adapter()`` has merged its active adapters.
+class AdaptedModule:
+    """A module with adapters of peft: which tensors of its state dict are base weights, and which layers to merge.
+
+    Names may have wrappers' prefixes.
 
     Raises:
-        WeightSyncError: an adapter is not merged.
+        WeightSyncError: an adapter is not merged and cannot be merged into a copy of its layer.
     """
-    return _base_weights(module, pairs, None)
 
+    def __init__(self, layers: Mapping[str, nn.Module], saved: Mapping[str, nn.Module], *, tokens: bool) -> None:
+        apart = {name: part for name, part in layers.items() if not _is_merged(part)}
+        _require_mergeable(apart)
+        self.unmerged = {name: part for name, part in apart.items() if _owner(name, apart) is None}
+        """Outermost layers whose adapters are not merged, by name without wrappers' prefixes."""
+        self._saved = saved
+        self._added = {
+            name
+            for part in layers.values()
+            for attribute in ("adapter_layer_names", "other_param_names")
+            for name in getattr(part, attribute)
+        }
+        if tokens:
+            self._added.discard("token_adapter")
 
-def _base_weights(module: nn.Module, pairs: Pairs, merging: MergedAdapters | None) -> Pairs:
-    if "peft" not in sys.modules:
-        return pairs
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
+    @classmethod
+    def of(cls, module: nn.Module) -> AdaptedModule | None:
+        """Look for adapters in ``module``; return None if there are none."""
+        if "peft" not in sys.modules:
+            return None
+        from peft.tuners.tuners_utils import BaseTunerLayer
+        from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
 
-    modules = dict(module.named_modules())
-    layers = {name: part for name, part in modules.items() if isinstance(part, BaseTunerLayer)}
-    saved = {name: part for name, part in modules.items() if isinstance(part, ModulesToSaveWrapper)}
-    if not layers and not saved:
-        return pairs
-    apart = {name: modules[name] for name, part in layers.items() if not _is_merged(part)}
-    _require_mergeable(apart, merging)
-    added = {name for part in layers.values() for name in (*part.adapter_layer_names, *part.other_param_names)}
-    if any(isinstance(part, TrainableTokensWrapper) for part in modules.values()):
-        added.discard("token_adapter")
-    outermost = {name: part for name, part in apart.items() if _owner(name, apart) is None}
-    kept: list[tuple[str, torch.Tensor]] = []
-    for name, tensor in pairs:
-        parts = name.split(".")
-        if "original_module" in parts or not added.isdisjoint(parts):
-            continue
-        if merging is not None and (owner := _owner(name, outermost)) is not None:
-            tensor = merging.stand_in(tensor, owner, outermost[owner], name.removeprefix(f"{owner}."))
+        modules = {unwrapped(name): part for name, part in module.named_modules()}
+        layers = {name: part for name, part in modules.items() if isinstance(part, BaseTunerLayer)}
+        saved = {name: part for name, part in modules.items() if isinstance(part, ModulesToSaveWrapper)}
+        tokens = any(isinstance(part, TrainableTokensWrapper) for part in modules.values())
+        return cls(layers, saved, tokens=tokens) if layers or saved else None
+
+    def owner(self, name: str) -> str | None:
+        """Return the name of the layer that must be merged before this tensor of it is sent; None if there is none."""
+        return _owner(unwrapped(name), self.unmerged)
+
+    def base_name(self, name: str) -> str | None:
+        """Return the checkpoint name of a tensor; None if the tensor is an adapter's, or another takes its place."""
+        parts = unwrapped(name).split(".")
+        if "original_module" in parts or not self._added.isdisjoint(parts):
+            return None
         if "modules_to_save" in parts:
             place = parts.index("modules_to_save")
-            if parts[place + 1] not in _active(saved[".".join(parts[:place])]):
-                continue
+            if parts[place + 1] not in _active(self._saved[".".join(parts[:place])]):
+                return None
             del parts[place : place + 2]
-        own = base_name(".".join(part for part in parts if part != "token_adapter"))
-        if own is not None:
-            kept.append((own, tensor))
-    return kept
+        return base_name(".".join(part for part in parts if part != "token_adapter"))
+
+    def needed(self, pairs: Pairs) -> Pairs:
+        """Return the tensors from which :meth:`merged` makes base weights, under the names that they have."""
+        return [(name, tensor) for name, tensor in pairs if self.owner(name) or self.base_name(name)]
+
+    def merged(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return base weights by checkpoint name, merged where adapters are; the module is not changed.
+
+        Args:
+            tensors: Whole tensors of those that :meth:`needed` returns, all of a layer together. Merged tensors have
+                memory of their own. Tensors on the meta device are named, and not merged.
+        """
+        held: dict[str, dict[str, torch.Tensor]] = {}
+        for name, tensor in tensors.items():
+            if (owner := self.owner(name)) is not None:
+                held.setdefault(owner, {})[unwrapped(name).removeprefix(f"{owner}.")] = tensor
+        for owner, given in held.items():
+            if any(tensor.is_meta for tensor in given.values()):
+                held[owner] = {path: torch.empty_like(tensor) for path, tensor in given.items()}
+                continue
+            copied = _merged_copy(owner, self.unmerged[owner], given)
+            held[owner] = {path: attrgetter(path)(copied).detach() for path in given}
+        found: dict[str, torch.Tensor] = {}
+        for name, tensor in tensors.items():
+            owner, own = self.owner(name), self.base_name(name)
+            if own is not None:
+                found[own] = tensor if owner is None else held[owner][unwrapped(name).removeprefix(f"{owner}.")]
+        return found
 
 
 @torch.no_grad()
-def _merged_copy(name: str, layer: nn.Module) -> nn.Module:
+def _merged_copy(name: str, layer: nn.Module, whole: Mapping[str, torch.Tensor] | None = None) -> nn.Module:
     """Return a copy of a layer with all active adapters merged.
+
+    Args:
+        name: The layer's name.
+        layer: The layer.
+        whole: Values of tensors of which the layer holds a shard, by their path in the layer.
 
     Raises:
         WeightSyncError: peft cannot merge them.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    copied = copy.deepcopy(layer, _without_hooks(layer))
+    copied = _copy_of(layer, whole or {})
     # Layers within first, as peft does.
     for part in reversed([part for part in copied.modules() if isinstance(part, BaseTunerLayer)]):
         if _is_merged(part):
@@ -143,16 +196,11 @@ def _merged_copy(name: str, layer: nn.Module) -> nn.Module:
     return copied
 
 
-def _require_mergeable(apart: Mapping[str, nn.Module], merging: MergedAdapters | None) -> None:
+def _require_mergeable(apart: Mapping[str, nn.Module]) -> None:
     """Raise if the unmerged adapters of a layer in ``apart`` cannot be merged into a copy of the layer."""
     both = (
         "call merge_adapter() before the push and unmerge_adapter() after it, or push the adapter alone with LoraSync"
     )
-    if apart and merging is None:
-        raise WeightSyncError(
-            f"adapters of {listed(apart, 3)} are not merged into the weights; nothing was changed. If the weights are "
-            f"sharded, {both}"
-        )
     for name, part in apart.items():
         merged, active = set(_merged(part)), set(_active(part))
         if getattr(part, "disable_adapters", False):
@@ -192,9 +240,30 @@ def _owner(name: str, layers: Container[str]) -> str | None:
     return None
 
 
-def _without_hooks(layer: nn.Module) -> dict[int, object]:
-    """Return deepcopy's memo with empty hooks: a hook may refer to the whole model."""
-    hooks: Iterable[object] = (
-        held for part in layer.modules() for name, held in vars(part).items() if name.endswith("_hooks")
-    )
-    return {id(held): type(held)() for held in hooks if isinstance(held, dict)}
+def _copy_of(layer: nn.Module, whole: Mapping[str, torch.Tensor]) -> nn.Module:
+    """Return a deep copy of a layer without its hooks, with other values for the tensors in ``whole``."""
+    # A hook may refer to the whole model, and FSDP2's state refers to process groups.
+    memo: dict[int, object] = {
+        id(held): type(held)()
+        for part in layer.modules()
+        for name, held in vars(part).items()
+        if isinstance(held, dict) and (name.endswith("_hooks") or name.startswith("__composable_api"))
+    }
+    for path, tensor in whole.items():
+        held = attrgetter(path)(layer)
+        made = tensor.clone()
+        memo[id(held)] = nn.Parameter(made, requires_grad=False) if isinstance(held, nn.Parameter) else made
+    # Modules of FSDP2 refuse copy.deepcopy, so copy what each module holds.
+    copies = [(part, object.__new__(_plain_type(part))) for part in layer.modules()]
+    memo |= {id(part): made for part, made in copies}
+    for part, made in copies:
+        vars(made).update(copy.deepcopy(vars(part), memo))
+    return copies[0][1]
+
+
+def _plain_type(part: nn.Module) -> type[nn.Module]:
+    """Return the class that a module had before FSDP2 put one of its own in the place."""
+    kinds = type(part).__mro__
+    names = [kind.__name__ for kind in kinds]
+    found: type[nn.Module] = kinds[names.index("FSDPModule") + 1] if "FSDPModule" in names else kinds[0]
+    return found

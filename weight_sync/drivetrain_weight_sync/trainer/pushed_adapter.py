@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import reduce
@@ -13,6 +14,7 @@ from torch import nn
 
 from drivetrain.checks.extras import from_extra
 from drivetrain.errors import InvalidRequest
+from drivetrain_weight_sync.shards.pieces import is_sharded
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -35,7 +37,10 @@ class PushedAdapter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AdapterTensors:
-    """A LoRA adapter of a trainer that does not use peft. Every push sends the tensors' values at that time."""
+    """A LoRA adapter of a trainer that does not use peft. Every push sends the tensors' values at that time.
+
+    If the tensors are DTensors, every rank pushes together, as from a peft model that is sharded.
+    """
 
     config: Mapping[str, JsonValue]
     """Fields of peft's ``adapter_config.json``; ``peft_type`` must be ``"LORA"``."""
@@ -56,6 +61,7 @@ class PeftAdapter:
     """
 
     def __init__(self, model: PeftModel, name: str) -> None:
+        model = _peft_model_in(model)
         adapters = getattr(model, "peft_config", None)
         if not isinstance(adapters, dict) or name not in adapters:
             found = ", ".join(adapters) if isinstance(adapters, dict) else "none, and it is no peft model"
@@ -78,11 +84,13 @@ class PeftAdapter:
 
     @property
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """The adapter's tensors by peft's names. They share the model's memory."""
+        """The adapter's tensors by peft's names, in the model's memory. Those of a sharded model are DTensors."""
         # peft walks through the state of the whole model, which takes tens of milliseconds in a deep one.
         config, model = self.config, self._model
         if self._found is None or self._found[0] != config:
             state = self._state()
+            if any(is_sharded(tensor) for tensor in state.values()):
+                return state  # empty shards of several tensors have one address
             paths = {_place(parameter): path for path, parameter in model.named_parameters() if ".lora_" in path}
             held = {name: paths[_place(tensor)] for name, tensor in state.items() if _place(tensor) in paths}
             found = {name: _holder(model, path) for name, path in held.items()}
@@ -98,6 +106,15 @@ class PeftAdapter:
         # By default peft also returns the base embedding if the adapter targets it.
         state = get_peft_model_state_dict(self._model, adapter_name=self._name, save_embedding_layers=False)
         return {name: tensor.detach() for name, tensor in cast("Mapping[str, torch.Tensor]", state).items()}
+
+
+def _peft_model_in(model: Any) -> Any:
+    """Return the peft model that ``model`` wraps; ``model`` if there is none."""
+    if "peft" not in sys.modules or not isinstance(model, nn.Module):
+        return model
+    from peft import PeftModel
+
+    return next((part for part in model.modules() if isinstance(part, PeftModel)), model)
 
 
 def _holder(model: nn.Module, path: str) -> _Holder:

@@ -2,39 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from typing import Generic, TypeVar
+
 import msgspec
 
 from drivetrain_weight_sync.shards.contributor import Contributor
-from drivetrain_weight_sync.trainer.result import WeightSyncResult
-from drivetrain_weight_sync.trainer.source import Source
 from drivetrain_weight_sync.trainer.staging import Staged
 from drivetrain_weight_sync.trainer.strategy import Strategy
 from drivetrain_weight_sync.transports.threads import in_thread
 
+ResultT = TypeVar("ResultT")
 
-class RankPush:
+
+class RankPush(Generic[ResultT]):
     """The steps of an ``EnginePush``, on a rank that has no engine.
 
     Args:
-        source: This rank's part of the weights.
+        shards: Returns names and tensors of this rank's part of the weights.
         contributor: Sends it to the rank that pushes.
+        kind: The result of a push.
     """
 
     strategy = Strategy.AUTO
 
-    def __init__(self, source: Source, contributor: Contributor) -> None:
-        self._source = source
+    def __init__(
+        self, shards: Callable[[], Iterable[tuple[str, object]]], contributor: Contributor, kind: type[ResultT]
+    ) -> None:
+        self._shards = shards
         self._contributor = contributor
+        self._kind = kind
 
     async def stage(self, version: str, staged: Staged, *, gpu_share: float) -> None:
         """Send this rank's shards as they are asked for."""
-        contributor, source = self._contributor, self._source
-        await in_thread(lambda: contributor.stage(version, source.shards), contributor.close)
+        contributor, shards = self._contributor, self._shards
+        await in_thread(lambda: contributor.stage(version, shards), contributor.close)
 
-    async def update(self, ready: None) -> WeightSyncResult:
+    async def update(self, ready: None) -> ResultT:
         """Wait until the engine serves the weights; return the result of the rank that pushes."""
         contributor = self._contributor
-        return msgspec.convert(await in_thread(contributor.finish, contributor.close), WeightSyncResult)
+        return msgspec.convert(await in_thread(contributor.finish, contributor.close), self._kind)
 
     async def let_go(self) -> None:
         """Do nothing: this rank learns at the next push how this one ended."""

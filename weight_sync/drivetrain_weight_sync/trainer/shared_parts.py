@@ -77,7 +77,8 @@ class SharedParts:
         """Have every rank stage its parts, and fill ``staged``; None if the source must be gathered instead.
 
         It must if the ranks or the engine are on several hosts or on GPUs that cannot read each other's memory, and if
-        a tensor of the trainer or of the checkpoint is cut so that its elements do not lie together in the other's.
+        a tensor of the trainer or of the checkpoint is cut so that its elements do not lie together in the other's, or
+        is computed from others, as weights with adapters are.
 
         Args:
             source: The gathered source, of which only the outline is read.
@@ -165,11 +166,12 @@ class SharedParts:
 
     def _held(self, tensor: torch.Tensor) -> list[_Held] | None:
         """Return where the elements of a tensor of the checkpoint are; None if a part's do not lie together."""
-        if not tensor.is_contiguous():
+        held = self._gatherer.parts_of(tensor)
+        if held is None or not tensor.is_contiguous():
             return None
         found: list[_Held] = []
         begin = int(tensor.storage_offset())
-        for part in self._gatherer.parts_of(tensor):
+        for part in held:
             first = part.piece.first_element
             if first is None:
                 return None

@@ -15,7 +15,7 @@ from drivetrain_weight_sync.tensors.checkpoint_names import base_name, unwrapped
 from drivetrain_weight_sync.tensors.derived_tensor import DerivedTensor
 from drivetrain_weight_sync.tensors.stacked_experts import by_checkpoint_name
 from drivetrain_weight_sync.trainer.in_memory_names import InMemoryNames
-from drivetrain_weight_sync.trainer.merged_adapters import MergedAdapters, without_adapters
+from drivetrain_weight_sync.trainer.merged_adapters import AdaptedModule, MergedAdapters
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 NamedShards = Iterable[tuple[str, torch.Tensor | WeightShard]]
@@ -51,6 +51,8 @@ class Source:
         self._names = names
         self._outline = outline
         self._spent = False
+        self._adapted: AdaptedModule | None = None
+        """Adapters of a module, as they were when :meth:`shards` was called last."""
         self._unchanged: tuple[list[str], WeightManifest] | None = None
         """Names of a mapping that are the manifest's own, and that manifest."""
 
@@ -85,7 +87,7 @@ class Source:
         if isinstance(self._given, Mapping) and (list(self._given), manifest) == self._unchanged:
             return list(self._given.items())
         merging = MergedAdapters()
-        pairs = self._named_as_stored(list(self._pairs(merging)), manifest)
+        pairs = self._named_as_stored(list(self._checkpoint_pairs(merging)), manifest)
         return [(name, merging.resolved(tensor)) for name, tensor in pairs] if merging else [*pairs]
 
     def _named_as_stored(
@@ -102,12 +104,35 @@ class Source:
         return list(stored.items())
 
     def shards(self) -> Iterator[tuple[str, object]]:
-        """Yield names and tensors, of which any may be a DTensor or a :class:`WeightShard`."""
-        return iter(self._pairs())
+        """Yield names and tensors, of which any may be a DTensor or a :class:`WeightShard`.
 
+        The tensors of adapters that are not merged are among them.
+
+        Raises:
+            WeightSyncError: an adapter is not merged and cannot be merged here.
+        """
+        given = self._given
+        if not isinstance(given, nn.Module):
+            return iter(self._pairs())
+        pairs = _state_of(given)
+        self._adapted = AdaptedModule.of(given)
+        return iter(pairs if self._adapted is None else self._adapted.needed(pairs))
+
+    def gathered_with(self, name: str) -> str | None:
+        """Return the name of the layer whose tensors must all be gathered at once with this one of :meth:`shards`."""
+        return None if self._adapted is None else self._adapted.owner(name)
+
+    @torch.no_grad()
     def whole(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Name and split tensors that were gathered from :meth:`shards` as the checkpoint does."""
-        return by_checkpoint_name(self._given, tensors) if isinstance(self._given, nn.Module) else tensors
+        """Merge, name and split tensors that were gathered from :meth:`shards` as the checkpoint does.
+
+        Raises:
+            WeightSyncError: peft cannot merge an adapter.
+        """
+        if not isinstance(self._given, nn.Module):
+            return tensors
+        merged = tensors if self._adapted is None else self._adapted.merged(tensors)
+        return by_checkpoint_name(self._given, merged)
 
     def outline(self, manifest: WeightManifest) -> Mapping[str, torch.Tensor] | None:
         """Return all tensors of a streamed source on the meta device; None if they are known only once it is read."""
@@ -133,14 +158,16 @@ class Source:
     def _groups(self) -> Iterable[NamedTensors]:
         return ([pair] for pair in self._pairs())
 
-    def _pairs(self, merging: MergedAdapters | None = None) -> NamedTensors:
+    def _checkpoint_pairs(self, merging: MergedAdapters) -> NamedTensors:
         given = self._given
-        if isinstance(given, nn.Module):
-            state = given.state_dict(keep_vars=True)
-            pairs = [(name, tensor) for name, tensor in state.items() if isinstance(tensor, torch.Tensor)]
-            pairs = list(without_adapters(given, pairs) if merging is None else merging.pairs(given, pairs))
-            named = {unwrapped(name): tensor for name, tensor in pairs}
-            return by_checkpoint_name(given, named).items() if len(named) == len(pairs) else pairs
+        if not isinstance(given, nn.Module):
+            return self._pairs()
+        pairs = merging.pairs(given, _state_of(given))
+        named = {unwrapped(name): tensor for name, tensor in pairs}
+        return by_checkpoint_name(given, named).items() if len(named) == len(pairs) else pairs
+
+    def _pairs(self) -> NamedTensors:
+        given = self._given
         if isinstance(given, Mapping):
             return _without_wrappers(_named(given.items()))
         if callable(given):
@@ -190,6 +217,11 @@ def by_name(pairs: Iterable[tuple[str, torch.Tensor | DerivedTensor]]) -> dict[s
             raise WeightPlanMismatch(f"the source holds {name} twice; give each tensor once", extra=[name])
         named[name] = tensor
     return named
+
+
+def _state_of(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    state = module.state_dict(keep_vars=True)
+    return [(name, tensor) for name, tensor in state.items() if isinstance(tensor, torch.Tensor)]
 
 
 def _without_wrappers(pairs: NamedTensors) -> NamedTensors:

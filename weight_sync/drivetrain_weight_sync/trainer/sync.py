@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 class WeightSync:
     """Pushes the weights of one source to one engine. Created by :meth:`connect`."""
 
-    def __init__(self, way: EnginePush | RankPush, staging_share: float) -> None:
+    def __init__(self, way: EnginePush | RankPush[WeightSyncResult], staging_share: float) -> None:
         self._way: Any = way
         """``Any``: the two differ in the type that their steps hand on."""
         self._staging_share = staging_share
@@ -109,7 +109,8 @@ class WeightSync:
             UnsupportedCapability: the engine cannot take weights that way, or cannot score the probe's sequences.
         """
         if engine is None:
-            return cls(RankPush(Source(source), Contributor(Ranks(group))), staging_share)
+            given = Source(source)
+            return cls(RankPush(given.shards, Contributor(Ranks(group)), WeightSyncResult), staging_share)
         if not isinstance(engine, UpdatableEngine):
             raise InvalidRequest(f"engine={shown(engine)}: expected an InferenceEngine", field="engine")
         given = Source(source, InMemoryNames(engine.config))
