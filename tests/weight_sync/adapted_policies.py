@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from drivetrain.testing import tiny_model
 
-SETTINGS: dict[str, dict[str, object]] = {
+SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "rslora": {"use_rslora": True, "lora_alpha": 3},
     "dora": {"use_dora": True},
@@ -24,12 +26,12 @@ def model(architecture: str = "qwen2") -> PreTrainedModel:
     return made
 
 
-def adapted(architecture: str = "qwen2", *, tied: bool = False, **fields: object) -> torch.nn.Module:
+def adapted(architecture: str = "qwen2", *, tied: bool = False, **fields: Any) -> torch.nn.Module:
     torch.manual_seed(0)
     base = model(architecture)
     if tied:
         base.get_submodule("lm_head").weight = base.get_parameter("model.embed_tokens.weight")
-    config = LoraConfig(**{"r": 4, "target_modules": ["q_proj", "up_proj"], **fields})  # type: ignore[arg-type]
+    config = LoraConfig(**{"r": 4, "target_modules": ["q_proj", "up_proj"], **fields})
     peft = get_peft_model(base, config)
     torch.manual_seed(1)
     with torch.no_grad():

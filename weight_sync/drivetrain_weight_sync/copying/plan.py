@@ -204,8 +204,8 @@ def _ends(name: str) -> list[str]:
 def _remedy_of_extra(extra: Iterable[str], renamed: Collection[str]) -> str:
     if any(".lora_" in name for name in extra):
         return (
-            "call merge_adapter() and pass the peft model itself, rather than its state dict, or push the adapter "
-            "alone with LoraSync"
+            "pass the peft model itself, rather than its state dict, to push the weights with its adapters merged, or "
+            "push the adapter alone with LoraSync"
         )
     if any(_STACKED.search(name) for name in extra):
         return "pass the model itself, rather than its state dict, so that its stacked experts can be split"

@@ -115,8 +115,8 @@ class AdaptedModule:
         from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
 
         modules = {unwrapped(name): part for name, part in module.named_modules()}
-        layers = {name: part for name, part in modules.items() if isinstance(part, BaseTunerLayer)}
-        saved = {name: part for name, part in modules.items() if isinstance(part, ModulesToSaveWrapper)}
+        layers: dict[str, nn.Module] = {n: part for n, part in modules.items() if isinstance(part, BaseTunerLayer)}
+        saved: dict[str, nn.Module] = {n: part for n, part in modules.items() if isinstance(part, ModulesToSaveWrapper)}
         tokens = any(isinstance(part, TrainableTokensWrapper) for part in modules.values())
         return cls(layers, saved, tokens=tokens) if layers or saved else None
 
@@ -250,14 +250,13 @@ def _copy_of(layer: nn.Module, whole: Mapping[str, torch.Tensor]) -> nn.Module:
         if isinstance(held, dict) and (name.endswith("_hooks") or name.startswith("__composable_api"))
     }
     for path, tensor in whole.items():
-        held = attrgetter(path)(layer)
-        made = tensor.clone()
-        memo[id(held)] = nn.Parameter(made, requires_grad=False) if isinstance(held, nn.Parameter) else made
+        shard, made = attrgetter(path)(layer), tensor.clone()
+        memo[id(shard)] = nn.Parameter(made, requires_grad=False) if isinstance(shard, nn.Parameter) else made
     # Modules of FSDP2 refuse copy.deepcopy, so copy what each module holds.
     copies = [(part, object.__new__(_plain_type(part))) for part in layer.modules()]
-    memo |= {id(part): made for part, made in copies}
-    for part, made in copies:
-        vars(made).update(copy.deepcopy(vars(part), memo))
+    memo |= {id(part): copied for part, copied in copies}
+    for part, copied in copies:
+        vars(copied).update(copy.deepcopy(vars(part), memo))
     return copies[0][1]
 
 

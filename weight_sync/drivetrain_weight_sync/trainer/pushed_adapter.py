@@ -15,6 +15,7 @@ from torch import nn
 from drivetrain.checks.extras import from_extra
 from drivetrain.errors import InvalidRequest
 from drivetrain_weight_sync.shards.pieces import is_sharded
+from drivetrain_weight_sync.trainer.held_policy import held_policy
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -61,7 +62,7 @@ class PeftAdapter:
     """
 
     def __init__(self, model: PeftModel, name: str) -> None:
-        model = _peft_model_in(model)
+        model = _peft_model_in(held_policy(model))
         adapters = getattr(model, "peft_config", None)
         if not isinstance(adapters, dict) or name not in adapters:
             found = ", ".join(adapters) if isinstance(adapters, dict) else "none, and it is no peft model"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Protocol, cast
 
 import torch
 from torch import nn
@@ -14,12 +15,22 @@ from drivetrain_weight_sync.shards.pieces import WeightShard, is_sharded
 from drivetrain_weight_sync.tensors.checkpoint_names import base_name, unwrapped
 from drivetrain_weight_sync.tensors.derived_tensor import DerivedTensor
 from drivetrain_weight_sync.tensors.stacked_experts import by_checkpoint_name
+from drivetrain_weight_sync.trainer.held_policy import held_policy
 from drivetrain_weight_sync.trainer.in_memory_names import InMemoryNames
 from drivetrain_weight_sync.trainer.merged_adapters import AdaptedModule, MergedAdapters
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 NamedShards = Iterable[tuple[str, torch.Tensor | WeightShard]]
-WeightInput = nn.Module | Mapping[str, torch.Tensor | WeightShard] | NamedShards | Callable[[], NamedShards]
+
+
+class Actor(Protocol):
+    """An object of a trainer that holds the policy, and no other module."""
+
+    @property
+    def model(self) -> nn.Module: ...
+
+
+WeightInput = nn.Module | Actor | Mapping[str, torch.Tensor | WeightShard] | NamedShards | Callable[[], NamedShards]
 
 
 class Source:
@@ -41,13 +52,14 @@ class Source:
         names: InMemoryNames | None = None,
         outline: Callable[[], Mapping[str, torch.Tensor]] | None = None,
     ) -> None:
-        if not isinstance(given, nn.Module | Mapping | Iterable) and not callable(given):
+        found = held_policy(given)
+        if not isinstance(found, nn.Module | Mapping | Iterable) and not callable(found):
             raise InvalidRequest(
-                f"source is a {type(given).__name__}; give a torch module, a mapping of names to tensors, "
-                "(name, tensor) pairs, or a function that returns such pairs",
+                f"source is a {type(given).__name__}; give a torch module or an object that holds one, a mapping of "
+                "names to tensors, (name, tensor) pairs, or a function that returns such pairs",
                 field="source",
             )
-        self._given = given
+        self._given = cast("WeightInput", found)
         self._names = names
         self._outline = outline
         self._spent = False

@@ -74,9 +74,10 @@ class WeightSync:
         """Connect a source of tensors to an engine. Nothing is sent, and the engine need not be started.
 
         Args:
-            source: a torch module, a mapping of names to tensors, (name, tensor) pairs, or a function that returns
-                pairs. A tensor may be a DTensor, as of FSDP2, or a :class:`WeightShard`. Names are those of the
-                checkpoint, or of the transformers model in memory; prefixes of ``torch.compile`` and DDP are dropped.
+            source: a torch module or an object with one as its only module, a mapping of names to tensors, (name,
+                tensor) pairs, or a function that returns pairs. A tensor may be a DTensor, as of FSDP2, or a
+                :class:`WeightShard`. Names are those of the checkpoint, or of the transformers model in memory;
+                prefixes of ``torch.compile`` and DDP are dropped.
             engine: the engine to push to. Once started, it reports its GPUs, which ``auto`` takes into account. One
                 rank of a sharded trainer passes it and all others pass None; every rank calls :meth:`push` with the
                 same version, and every push returns or raises the same on all of them.

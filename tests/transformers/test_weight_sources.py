@@ -1,0 +1,173 @@
+"""A policy is pushed however a trainer wraps it, and the engine then computes the policy's own logprobs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModelForCausalLM
+
+from drivetrain import InvalidRequest, LogprobsMode, SamplingParams, SyncEngine, WeightPlanMismatch, sync_engine
+from drivetrain.testing import tiny_model
+from drivetrain_weight_sync import LoraSync, WeightSync
+
+PARAMS = SamplingParams(max_new_tokens=12, temperature=0.0, logprobs=0, ignore_eos=True, logprobs_mode=LogprobsMode.RAW)
+TOLERANCE = 1e-4
+"""Nats by which the engine's and the policy's logprobs may differ in float32."""
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[SyncEngine]:
+    with sync_engine("transformers", model=str(tiny_model()), dtype="float32", enable_lora=True) as started:
+        yield started
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group() -> Iterator[None]:
+    """DDP wants one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def policy(seed: int) -> Any:
+    made = AutoModelForCausalLM.from_pretrained(tiny_model(), dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    return made.eval()
+
+
+def adapted(seed: int, **fields: Any) -> Any:
+    torch.manual_seed(seed)
+    config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, **fields)
+    made = get_peft_model(policy(seed), config)
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if "modules_to_save" in name:
+                parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    return made.eval()
+
+
+class Actor:
+    """What a trainer's worker is to a weight push."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.learning_rate = 0.1
+
+
+class ActorModule(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+
+class ActorAndCritic(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.actor = model
+        self.critic = nn.Linear(4, 1)
+
+
+def compiled_layer(model: Any) -> Any:
+    inner = model.get_decoder()
+    inner.layers[0] = torch.compile(inner.layers[0], backend="eager")
+    return model
+
+
+def rounded(model: Any) -> Any:
+    """Round the parameters, and not the buffers of position embeddings, as loading in bfloat16 does."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16()
+    return model
+
+
+WRAPPED: dict[str, Callable[[Any], Any]] = {
+    "module": lambda model: model,
+    "compiled": torch.compile,
+    "a layer compiled": compiled_layer,
+    "DDP": DistributedDataParallel,
+    "compiled DDP": lambda model: torch.compile(DistributedDataParallel(model)),
+    "DDP of a compiled model": lambda model: DistributedDataParallel(torch.compile(model)),  # type: ignore[arg-type]
+    "actor": Actor,
+    "actor of DDP": lambda model: Actor(DistributedDataParallel(model)),
+    "actor module": ActorModule,
+    "DDP of an actor module": lambda model: DistributedDataParallel(ActorModule(model)),
+    "actor module of DDP": lambda model: ActorModule(DistributedDataParallel(model)),
+    "bfloat16": rounded,
+}
+
+
+ADAPTERS: dict[str, dict[str, Any]] = {"adapters": {}, "adapters and a saved module": {"modules_to_save": ["lm_head"]}}
+
+
+def gap(engine: SyncEngine, model: nn.Module, **fields: Any) -> float:
+    """Return the largest difference in nats between the engine's logprobs and the policy's."""
+    (completion,) = engine.generate([[5, 6, 7]], PARAMS, **fields).completions
+    ids = torch.tensor([completion.prompt_token_ids + completion.token_ids])
+    with torch.no_grad():
+        rows = model(input_ids=ids).logits[0].log_softmax(-1)[-len(completion.token_ids) - 1 : -1]
+    own = rows.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+    return float((own - torch.tensor(completion.logprobs)).abs().max())
+
+
+def push(engine: SyncEngine, source: Any, version: str) -> None:
+    sync = WeightSync.connect(source, engine.engine)
+    try:
+        engine.run(sync.push(version=version))
+    finally:
+        engine.run(sync.close())
+
+
+@pytest.mark.parametrize("how", WRAPPED)
+@pytest.mark.parametrize("kind", ["plain", *ADAPTERS])
+def test_a_policy_is_pushed_however_it_is_wrapped(engine: SyncEngine, kind: str, how: str) -> None:
+    seed = 1 + list(WRAPPED).index(how)
+    model = policy(seed) if kind == "plain" else adapted(seed, **ADAPTERS[kind])
+    push(engine, WRAPPED[how](model), f"{kind} {how}")
+    # An adapter is merged in bfloat16; the policy adds its product to the layer's output.
+    tolerance = 0.05 if how == "bfloat16" and kind != "plain" else TOLERANCE
+    assert gap(engine, model.float()) < tolerance
+
+
+@pytest.mark.parametrize("how", ["module", "compiled", "DDP", "actor", "actor module"])
+def test_an_adapter_alone_is_pushed_however_its_policy_is_wrapped(engine: SyncEngine, how: str) -> None:
+    model = adapted(20)
+    sync = LoraSync.connect(WRAPPED[how](model), engine.engine)
+    push(engine, {name: tensor for name, tensor in model.state_dict().items() if "lora_" not in name}, f"base {how}")
+    engine.run(sync.push(version=f"adapter {how}"))
+    assert gap(engine, model, lora="policy") < TOLERANCE
+    engine.run(sync.close())
+
+
+def test_an_actor_with_several_modules_is_refused_with_their_names(engine: SyncEngine) -> None:
+    actor = Actor(policy(1))
+    actor.critic = nn.Linear(4, 1)  # type: ignore[attr-defined]
+    with pytest.raises(InvalidRequest, match=r"a Actor with several modules \(model, critic\); pass the one"):
+        WeightSync.connect(actor, engine.engine)
+    with pytest.raises(WeightPlanMismatch, match=r"27 names begin with 'actor\.'.*Extra: critic\.weight"):
+        push(engine, ActorAndCritic(policy(1)), "both")
+
+
+def test_a_state_dict_of_a_peft_model_names_both_ways(engine: SyncEngine) -> None:
+    with pytest.raises(WeightPlanMismatch, match=r"pass the peft model itself.*merged, or push .* with LoraSync"):
+        push(engine, adapted(1).state_dict(), "state dict")
+
+
+def test_rounding_is_refused_in_one_line_and_a_shared_prefix_is_named(engine: SyncEngine) -> None:
+    state = policy(1).state_dict()
+    with pytest.raises(WeightPlanMismatch, match="27 of float64, which would round") as rounded:
+        push(engine, policy(1).double(), "float64")
+    with pytest.raises(WeightPlanMismatch, match=r"27 names begin with 'policy\.'") as prefixed:
+        push(engine, {f"policy.{name}": tensor for name, tensor in state.items()}, "prefix")
+    for error in (rounded, prefixed):
+        assert "\n" not in str(error.value)
+        assert len(str(error.value)) < 500
