@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import functools
 import os
 import queue
 import threading
+import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
@@ -36,6 +38,7 @@ class _LoopThread:
         self.engine: InferenceEngine | None = None
         """The engine that is called in it."""
         self._closed = False
+        self._process = os.getpid()
         self._turn = threading.Lock()
         """Held while work is handed over, or the loop is told to close: no work comes after that."""
         self._thread = threading.Thread(
@@ -51,7 +54,12 @@ class _LoopThread:
         await self._closing.wait()
 
     def require_other_thread(self) -> None:
-        """Raise if the caller runs in the loop's own thread: a blocking call there would wait for itself."""
+        """Raise if the caller would wait forever: in the loop's own thread, or in a process that lacks the thread."""
+        if os.getpid() != self._process:
+            raise EngineStateError(
+                f"process {os.getpid()} was forked from the engine's, {self._process}, and lacks its thread; attach to "
+                "engine.handle() here, or make an engine of its own"
+            )
         if threading.current_thread() is self._thread:
             raise EngineStateError("a blocking call in the engine's own thread would wait for itself; await there")
 
@@ -130,7 +138,8 @@ class SyncEngine:
 
     Its calls are those of :class:`InferenceEngine`, with the same arguments, results and errors. They run in an event
     loop of its own, in a thread of its own, so any number of threads may call at once. If a call is interrupted, as by
-    Ctrl-C, or a stream is left, its requests are aborted.
+    Ctrl-C, or a stream is left, its requests are aborted. An engine that is still open when the interpreter ends is
+    closed then.
     """
 
     def __init__(self, engine: InferenceEngine, loop: _LoopThread) -> None:
@@ -140,13 +149,15 @@ class SyncEngine:
         loop.engine = engine
         self._ending = threading.Lock()
         self._ended = False
+        _made.add(self)
 
     def run(self, work: Coroutine[Any, Any, _R]) -> _R:
         """Run a coroutine in the engine's event loop, such as ``sync.push(version=…)``; return its result.
 
         Raises:
             EngineDied: The engine was closed after it had died.
-            EngineStateError: The engine was closed, or the caller is a callback in the engine's own thread.
+            EngineStateError: The engine was closed, or the caller is a callback in the engine's own thread, or in a
+                process forked from its own.
         """
         return self._loop.run(work)
 
@@ -154,7 +165,7 @@ class SyncEngine:
         """Stop the engine and its thread; idempotent. Requests in flight come back aborted.
 
         Raises:
-            EngineStateError: The caller is a callback in the engine's own thread.
+            EngineStateError: The caller is a callback in the engine's own thread, or in a process forked from its own.
         """
         self._loop.require_other_thread()
         with self._ending:
@@ -297,6 +308,18 @@ class SyncEngine:
     weight_manifest = _blocking(InferenceEngine.weight_manifest)
     save_sharded_model = _blocking(InferenceEngine.save_sharded_model)
     save_remote_model = _blocking(InferenceEngine.save_remote_model)
+
+
+_made: weakref.WeakSet[SyncEngine] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_made.clear)
+
+
+@atexit.register
+def _close_all() -> None:
+    """Close engines before the interpreter ends: it would abort if a step of an inline engine were under way."""
+    with ExitStack() as closing:
+        for engine in _made:
+            closing.callback(engine.teardown)
 
 
 def sync_engine(

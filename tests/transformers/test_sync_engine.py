@@ -228,6 +228,36 @@ def test_ctrl_c_ends_the_call_and_the_engine(model: str) -> None:
     assert (done.returncode, done.stdout) == (0, "interrupted True\n"), done.stderr
 
 
+def test_the_interpreter_ends_while_a_request_runs(model: str) -> None:
+    script = (
+        "import sys, threading\n"
+        "from drivetrain import SamplingParams, sync_engine\n"
+        "engine = sync_engine('transformers', model=sys.argv[1])\n"
+        "engine.start()\n"
+        "params = SamplingParams(max_new_tokens=1000, ignore_eos=True)\n"
+        "ask = lambda: print(engine.generate([5], params).completions[0].finish_reason.value)\n"
+        "threading.Thread(target=ask, daemon=True).start()\n"
+        "while not engine.stats().running: pass\n"
+    )
+    done = warm_python.run("-c", script, model, timeout=HANGING * 3)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_forked_process_is_refused_instead_of_waiting(engine: SyncEngine) -> None:
+    pid = os.fork()
+    if not pid:
+        signal.alarm(30)
+        try:
+            engine.generate([5], GREEDY)
+        except EngineStateError as error:
+            os._exit(0 if "attach to engine.handle()" in str(error) else 2)
+        finally:
+            os._exit(1)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert greedy_ids(engine, [5])
+
+
 @pytest.mark.parametrize("isolation", ["inline", "process"])
 def test_an_engine_in_two_event_loops_is_refused_by_name(model: str, isolation: str) -> None:
     engine = create_engine("transformers", model=model, isolation=isolation)

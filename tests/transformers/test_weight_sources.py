@@ -29,9 +29,11 @@ def engine() -> Iterator[SyncEngine]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def process_group() -> Iterator[None]:
+def process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """DDP wants one."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path_factory.mktemp('group')}/store", rank=0, world_size=1
+    )
     yield
     dist.destroy_process_group()
 
@@ -96,7 +98,7 @@ WRAPPED: dict[str, Callable[[Any], Any]] = {
     "a layer compiled": compiled_layer,
     "DDP": DistributedDataParallel,
     "compiled DDP": lambda model: torch.compile(DistributedDataParallel(model)),
-    "DDP of a compiled model": lambda model: DistributedDataParallel(torch.compile(model)),  # type: ignore[arg-type]
+    "DDP of a compiled model": lambda model: DistributedDataParallel(torch.compile(model)),
     "actor": Actor,
     "actor of DDP": lambda model: Actor(DistributedDataParallel(model)),
     "actor module": ActorModule,

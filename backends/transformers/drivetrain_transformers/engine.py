@@ -220,7 +220,12 @@ class TransformersBackend(Backend):
 
         if runner is not None and weights is not None:
             await runner.stop_compiling()
-            await asyncio.get_running_loop().run_in_executor(None, stop, runner, weights)
+            try:
+                stopping = asyncio.get_running_loop().run_in_executor(None, stop, runner, weights)
+            except RuntimeError:  # the interpreter is ending, and takes no work for threads
+                stop(runner, weights)
+            else:
+                await stopping
 
     async def died(self) -> EngineError:
         """Wait for the thread to fail, and return the error."""
