@@ -59,7 +59,7 @@ def adapted(seed: int, **fields: Any) -> Any:
 
 
 class Actor:
-    """What a trainer's worker is to a weight push."""
+    """A trainer's worker, which is no module."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model

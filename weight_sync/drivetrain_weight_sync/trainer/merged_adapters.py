@@ -115,8 +115,8 @@ class AdaptedModule:
         from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
 
         modules = {unwrapped(name): part for name, part in module.named_modules()}
-        layers: dict[str, nn.Module] = {n: part for n, part in modules.items() if isinstance(part, BaseTunerLayer)}
-        saved: dict[str, nn.Module] = {n: part for n, part in modules.items() if isinstance(part, ModulesToSaveWrapper)}
+        layers = {name: modules[name] for name, part in modules.items() if isinstance(part, BaseTunerLayer)}
+        saved = {name: modules[name] for name, part in modules.items() if isinstance(part, ModulesToSaveWrapper)}
         tokens = any(isinstance(part, TrainableTokensWrapper) for part in modules.values())
         return cls(layers, saved, tokens=tokens) if layers or saved else None
 
