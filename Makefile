@@ -98,7 +98,7 @@ SCHEMATHESIS ?= schemathesis==4.32.5
 SCHEMATHESIS_READY := .venvs/schemathesis/.ready-$(shell echo '$(SCHEMATHESIS)' | sha256sum | cut -c1-16)
 CASES ?= 5
 
-.PHONY: help setup demo serve-demo test test-unit test-slow test-sglang-server test-vllm-server test-vllm-routes test-sglang-routes test-gateway test-openapi test-status-page test-resume test-asleep test-trainer-half test-trainers train-skyrl train-areal faults faults-fleet faults-holders fuzz conformance conformance-all conformance-remote conformance-ray conformance-fleet conformance-quantised on-engines beside-engines parity parity-page mutants drawn-mutants mutants-of-engine matrix lint lint-mypy lint-pyright lint-contracts site docs bench clean test-skyrl-client test-openrlhf test-trl demo-trl test-trl-teacher test-verl demo-verl test-embeddings test-weight-groups test-gyms test-slime show-trainers-layers
+.PHONY: help setup demo serve-demo test test-unit test-slow test-sglang-server test-vllm-server test-vllm-routes test-sglang-routes test-gateway test-openapi test-status-page test-resume test-asleep test-experts test-trainer-half test-trainers train-skyrl train-areal faults faults-fleet faults-holders fuzz conformance conformance-all conformance-remote conformance-ray conformance-fleet conformance-quantised on-engines beside-engines parity parity-page mutants drawn-mutants mutants-of-engine matrix lint lint-mypy lint-pyright lint-contracts site docs bench clean test-skyrl-client test-openrlhf test-trl demo-trl test-trl-teacher test-verl demo-verl test-embeddings test-weight-groups test-gyms test-slime show-trainers-layers
 .PHONY: environments environment-transformers environment-echo environment-trainer environment-trainers environment-sglang environment-sglang-server environment-vllm environment-vllm-server environment-openrlhf environment-trl environment-verl
 
 help: ## show this list
@@ -431,6 +431,11 @@ test-asleep: environment-$(BACKEND) ## BACKEND=sglang or vllm takes no step whil
 	@$(ENVIRONMENT)/bin/python -m pip install --quiet --disable-pip-version-check pytest
 	@$(ENGINE_ENV) BACKEND=$(BACKEND) OMP_NUM_THREADS=1 $(ENVIRONMENT)/bin/python -m pytest -q -c /dev/null --rootdir tests/core \
 		--noconftest -p no:cacheprovider tests/core/asleep_with_an_engine.py $(ARGS)
+
+test-experts: environment-$(BACKEND) ## BACKEND=sglang or vllm takes stacked experts by a push, and answers as after a load of their files
+	@$(ENVIRONMENT)/bin/python -m pip install --quiet --disable-pip-version-check pytest
+	@$(ENGINE_ENV) BACKEND=$(BACKEND) OMP_NUM_THREADS=1 $(ENVIRONMENT)/bin/python -m pytest -q -c /dev/null --rootdir tests/weight_sync \
+		--noconftest -p no:cacheprovider tests/weight_sync/experts_with_an_engine.py $(ARGS)
 
 conformance: environment-$(BACKEND) ## run the conformance suite on BACKEND, in an environment of its own
 	@$(ENGINE_ENV) OMP_NUM_THREADS=1 $(ENVIRONMENT)/bin/drivetrain conformance $(BACKEND) $(if $(ISOLATION),--isolation $(ISOLATION)) $(SETTINGS) --fork-hosts --report $(REPORT) $(ARGS)
