@@ -23,16 +23,25 @@ from drivetrain.cli.running import started
 from drivetrain.create import create_engine
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.errors import InvalidConfig
-from drivetrain_serving.config import ServerConfig, SessionConfig
+from drivetrain.types.config import read_yaml
+from drivetrain_serving.config import ServerConfig
 from drivetrain_serving.fleet_file import fleet_of
 from drivetrain_serving.http_layer.request_records import log_to_stderr
 from drivetrain_serving.server import Listening, Server
 
 API_KEY_VARIABLE: Final = "DRIVETRAIN_API_KEY"
 CONTROL_KEY_VARIABLE: Final = "DRIVETRAIN_CONTROL_KEY"
+_OF_SESSIONS: Final = {
+    "keep_answers": "keep_answers",
+    "session_timeout": "timeout",
+    "session_memory": "memory_bytes",
+    "session_folder": "folder",
+}
+"""Option → its field of :class:`SessionConfig`."""
 
 
 def serve(
+    context: typer.Context,
     model: ModelOption = None,
     backend: BackendOption = None,
     config: ConfigOption = None,
@@ -44,6 +53,10 @@ def serve(
     engines: Annotated[int, typer.Option(min=1, help="Number of engines; more than one are a fleet.")] = 1,
     fleet: Annotated[
         Path | None, typer.Option(help="YAML file that describes each engine of a fleet.", show_default=False)
+    ] = None,
+    server_config: Annotated[
+        Path | None,
+        typer.Option(help="YAML file with fields of ServerConfig, which options override.", show_default=False),
     ] = None,
     host: Annotated[
         str, typer.Option(help="Address to listen on. Other machines need keys, unless --open-to-all is set.")
@@ -113,32 +126,33 @@ def serve(
     Prints the address once the engine is ready. At SIGTERM or Ctrl-C, requests in flight get 30 s to end;
     then the engine ends.
     """
-    try:
-        served = ServerConfig(
-            host=host,
-            port=port,
-            processes=processes,
-            served_model_name=tuple(served_model_name or ()),
-            dialect=dialect,
-            api_key=api_key,
-            control_key=control_key,
-            open_control=open_control,
-            open_to_all=open_to_all,
-            lora_folder=None if lora_folder is None else str(lora_folder),
-            cast_weights=cast_weights,
-            log_requests=log_requests,
-            trace_requests=trace_requests,
-            sessions=SessionConfig(
-                keep_answers=keep_answers,
-                timeout=session_timeout,
-                memory_bytes=session_memory,
-                folder=None if session_folder is None else str(session_folder),
-            ),
-        )
-    except ValidationError as error:
-        field, message = describe_validation_error(error, ServerConfig)
-        raise InvalidConfig(message, field=field) from None
-    if log_requests:
+    sessions = {
+        "keep_answers": keep_answers,
+        "session_timeout": session_timeout,
+        "session_memory": session_memory,
+        "session_folder": None if session_folder is None else str(session_folder),
+    }
+    options: dict[str, object] = {
+        "host": host,
+        "port": port,
+        "processes": processes,
+        "served_model_name": tuple(served_model_name or ()),
+        "dialect": dialect,
+        "api_key": api_key,
+        "control_key": control_key,
+        "open_control": open_control,
+        "open_to_all": open_to_all,
+        "lora_folder": None if lora_folder is None else str(lora_folder),
+        "cast_weights": cast_weights,
+        "log_requests": log_requests,
+        "trace_requests": trace_requests,
+    }
+    served = _server_config(
+        server_config,
+        {name: value for name, value in options.items() if _is_given(context, name)},
+        {_OF_SESSIONS[name]: value for name, value in sessions.items() if _is_given(context, name)},
+    )
+    if served.log_requests:
         log_to_stderr()
     if fleet is not None:
         if engines > 1 or any(one is not None for one in (model, backend, config, settings, isolation)):
@@ -151,6 +165,29 @@ def serve(
         return
     engine_config = configuration(config, settings or [], backend, model, isolation)
     asyncio.run(_serve(_engine([create_engine(engine_config) for _ in range(engines)]), served))
+
+
+def _is_given(context: typer.Context, option: str) -> bool:
+    """Return whether an option stands on the command line or in the environment."""
+    source = context.get_parameter_source(option)
+    return source is not None and source.name != "DEFAULT"
+
+
+def _server_config(file: Path | None, options: dict[str, object], of_sessions: dict[str, object]) -> ServerConfig:
+    """Return the configuration of a file, with these fields in place of its own.
+
+    Raises:
+        InvalidConfig: The file cannot be read, or a field is wrong.
+    """
+    fields = {} if file is None else read_yaml(file)
+    sessions = fields.get("sessions", {})
+    if of_sessions and isinstance(sessions, dict):  # else refused below
+        options = {**options, "sessions": {**sessions, **of_sessions}}
+    try:
+        return ServerConfig.model_validate({**fields, **options})
+    except ValidationError as error:
+        field, message = describe_validation_error(error, ServerConfig)
+        raise InvalidConfig(message, field=field) from None
 
 
 def _engine(engines: list[InferenceEngine]) -> InferenceEngine:

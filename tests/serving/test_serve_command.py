@@ -235,6 +235,52 @@ def test_a_wrong_file_of_a_fleet_is_refused(tmp_path: Path, written: str, more: 
     assert "Traceback" not in ended.stderr
 
 
+SERVER = """
+served_model_name: [of-the-file]
+dialect: sglang
+max_body_bytes: 300
+sessions: {most_sessions: 1, timeout: 900}
+"""
+
+
+def test_options_override_the_file_of_the_server(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text(SERVER)
+    with serving(model, "--server-config", str(file), "--dialect", "vllm", "--keep-answers") as (server, url):
+        models = httpx.get(f"{url}/v1/models", timeout=HANGING).json()["data"]
+        assert [(one["id"], one["owned_by"]) for one in models] == [("of-the-file", "vllm")]
+        body = {"prompt": [5] * 200, "max_tokens": 1}
+        assert httpx.post(f"{url}/v1/completions", json=body, timeout=HANGING).status_code == 413
+        turn = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+        paths = [f"{url}/sessions/{name}/v1/chat/completions" for name in "ab"]
+        made = [httpx.post(path, json=turn, timeout=HANGING) for path in paths]
+        assert [one.status_code for one in made] == [200, 503], made[1].text
+        server.send_signal(signal.SIGINT)
+        assert server.wait(HANGING) == 0
+
+
+@pytest.mark.parametrize(
+    ("written", "more", "says"),
+    [
+        ("nonsense: 1", [], "nonsense"),
+        ("port: 99999", [], "port"),
+        ("sessions: {most_turns: 0}", [], "most_turns"),
+        ("sessions: 3", ["--keep-answers"], "sessions"),
+        ("host: 0.0.0.0", [], "api_key"),
+        ("- a", [], "mapping"),
+    ],
+)
+def test_a_wrong_file_of_the_server_is_refused(
+    model: Path, tmp_path: Path, written: str, more: list[str], says: str
+) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text(written)
+    ended = warm_python.run("-m", "drivetrain", "serve", "--model", str(model), "--server-config", str(file), *more)
+    assert ended.returncode != 0
+    assert says in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
 @pytest.mark.slow
 def test_several_engines_serve_behind_one_port(model: Path) -> None:
     with serving(model, "--engines", "2", "--isolation", "process", "--dialect", "sglang") as (server, url):
