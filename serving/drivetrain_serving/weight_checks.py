@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.errors import EngineBusy, InvalidRequest
 from drivetrain.types.weights import TensorData, TensorSpec
-from drivetrain_fleet import InferenceEngineClient
+from drivetrain_fleet import Health, InferenceEngineClient
 from drivetrain_weight_sync.trainer_groups.weight_groups import WeightGroups
 
 if TYPE_CHECKING:
@@ -26,14 +26,14 @@ class WeightChecks:
     """Reads the weights of every served engine back, one tensor after another; requests go on meanwhile.
 
     Args:
-        engine: A started engine, or a fleet, each of whose engines is checked.
+        engine: A started engine, or a fleet, each of whose engines is checked unless it has failed.
         weight_groups: Pushes the values of a reset.
     """
 
     def __init__(self, engine: InferenceEngine, weight_groups: WeightGroups) -> None:
         self._engine = engine
         self._weight_groups = weight_groups
-        self._snapshot: list[Checksums] | None = None
+        self._snapshot: dict[str, Checksums] | None = None
 
     async def checksums(self, leave_out: Sequence[str] = ()) -> list[Checksums]:
         """Return the checksums of each engine, without tensors whose names contain a text of ``leave_out``.
@@ -43,8 +43,15 @@ class WeightChecks:
             EngineStateError: Its weights are asleep.
             EngineBusy: The weights changed meanwhile.
         """
-        engines = self._engine.engines.values() if isinstance(self._engine, InferenceEngineClient) else [self._engine]
-        return [await _checksums(engine, leave_out) for engine in engines]
+        return [*(await self._by_engine(leave_out)).values()]
+
+    async def _by_engine(self, leave_out: Sequence[str] = ()) -> dict[str, Checksums]:
+        """Return the checksums of each engine by its name in the fleet; a single engine's name is empty."""
+        if not isinstance(self._engine, InferenceEngineClient):
+            return {"": await _checksums(self._engine, leave_out)}
+        engines = self._engine.engines
+        serving = [member.name for member in self._engine.members if member.health is not Health.FAILED]
+        return {name: await _checksums(engines[name], leave_out) for name in serving}
 
     async def take_snapshot(self) -> None:
         """Keep the checksums for :meth:`changed_since_snapshot`.
@@ -52,7 +59,7 @@ class WeightChecks:
         Raises:
             DrivetrainError: as :meth:`checksums`.
         """
-        self._snapshot = await self.checksums()
+        self._snapshot = await self._by_engine()
 
     async def changed_since_snapshot(self, leave_out: Sequence[str] = ()) -> list[str]:
         """Return the names of tensors that differ from the snapshot on some engine; drop it if there are none.
@@ -61,15 +68,18 @@ class WeightChecks:
             InvalidRequest: There is no snapshot, or the fleet has lost or gained an engine since.
             DrivetrainError: as :meth:`checksums`.
         """
-        if self._snapshot is None:
+        snapshot = self._snapshot
+        if snapshot is None:
             raise InvalidRequest("there is no snapshot to compare with; take one first", field="action")
-        now = await self.checksums(leave_out)
-        if len(now) != len(self._snapshot):
+        now = await self._by_engine(leave_out)
+        if now.keys() != snapshot.keys():
             raise InvalidRequest(
-                f"the snapshot is of {len(self._snapshot)} engines, and there are {len(now)}", field="action"
+                f"the snapshot is of {', '.join(sorted(snapshot))}, and the fleet now has {', '.join(sorted(now))}; "
+                "take another one",
+                field="action",
             )
-        changed = {name for before, after in zip(self._snapshot, now, strict=True) for name in _changed(before, after)}
-        if not changed:
+        changed = {tensor for name, after in now.items() for tensor in _changed(snapshot[name], after)}
+        if not changed and self._snapshot is snapshot:  # another one may have been taken meanwhile
             self._snapshot = None
         return sorted(changed)
 
@@ -85,9 +95,10 @@ class WeightChecks:
         tensors: dict[str, torch.Tensor] = {}
         for spec in (await self._engine.weight_manifest()).tensors:
             if _is_left_out(spec.name, leave_out):
-                tensors[spec.name] = _tensor(await self._engine.get_weights_by_name(spec.name))
+                read = await self._engine.get_weights_by_name(spec.name)
+                tensors[spec.name] = await asyncio.to_thread(_tensor, read)
             else:
-                tensors[spec.name] = await asyncio.to_thread(_random, spec)
+                tensors[spec.name] = await asyncio.to_thread(random_values, spec)
         await self._weight_groups.replace(tensors, _RESET_VERSION)
 
 
@@ -126,12 +137,14 @@ def _tensor(read: TensorData) -> torch.Tensor:
     return data.view(getattr(torch, read.spec.dtype)).reshape(read.spec.shape)
 
 
-def _random(spec: TensorSpec) -> torch.Tensor:
-    """Return random values: from 0 to 1, or of the whole range of an integer dtype."""
+def random_values(spec: TensorSpec) -> torch.Tensor:
+    """Return random values: from 0 to 1, booleans, or of the whole range of an integer dtype."""
     import torch
 
     dtype: torch.dtype = getattr(torch, spec.dtype)
     if dtype.is_floating_point:
         return torch.rand(spec.shape).to(dtype)
+    if dtype is torch.bool:
+        return torch.rand(spec.shape) > 0.5
     bounds = torch.iinfo(dtype)
     return torch.randint(bounds.min, bounds.max, spec.shape, dtype=dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -10,10 +11,13 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
+import torch
 from safetensors.torch import load_file
 
 from drivetrain import InferenceEngine, create_engine
-from drivetrain_fleet import InferenceEngineClient
+from drivetrain.types.weights import TensorSpec
+from drivetrain_fleet import Health, InferenceEngineClient
+from drivetrain_serving.weight_checks import random_values
 from scripted_backend import scripted_engine
 from trainer_groups import Trainer, a_client, a_group, answers_of, fresh, same, tensors_of, version_of
 
@@ -145,8 +149,15 @@ async def test_wrong_checks_are_refused_by_name(
 
 
 async def test_vllms_comparison_needs_a_baseline(client: httpx.AsyncClient, initial: InferenceEngine) -> None:
-    for body in ({"action": "compare"}, {"action": "compare", "baseline": [1]}, {"action": "snapshot"}, {}):
+    for body in ({"action": "compare"}, {"action": "compare", "baseline": None}, {"action": "snapshot"}, {}):
         assert (await client.post("/weight_checker", json=body)).status_code == 400
+    for action in ("checksum", "reset", "compare"):
+        for baseline in ([1], "a", 0, False, {"a": 1}, {"a": None}):
+            response = await client.post("/weight_checker", json={"action": action, "baseline": baseline})
+            assert response.status_code == 400
+            assert "baseline=" in response.text
+    assert await version_of(client) == "initial"
+    assert (await ask_vllm(client, "checksum", baseline=None))["checksums"]
 
 
 async def test_each_engine_of_a_fleet_is_checked(model: Path, other_model: Path) -> None:
@@ -168,6 +179,40 @@ async def test_each_engine_of_a_fleet_is_checked(model: Path, other_model: Path)
         mismatches = (await ask_vllm(client, "compare", baseline=baseline))["mismatches"]
         assert mismatches
         assert all(name.startswith("dp1:") for name in mismatches)
+
+
+async def test_a_lost_engine_of_a_fleet_is_left_out(model: Path) -> None:
+    async with (
+        create_engine("transformers", model=str(model)) as one,
+        create_engine("transformers", model=str(model)) as two,
+        InferenceEngineClient({"one": one, "two": two}) as fleet,
+        a_client(fleet) as client,
+    ):
+        await check(client, "snapshot")
+        await one.teardown()
+        assert {member.name: member.health for member in fleet.members}["one"] is Health.FAILED
+        assert len((await check(client, "checksum"))["ranks"]) == 1
+        assert {name.split(":")[0] for name in (await ask_vllm(client, "checksum"))["checksums"]} == {"dp0"}
+        refused = (await check(client, "compare", 400))["message"]
+        assert "the snapshot is of one, two, and the fleet now has two" in refused
+        async with create_engine("transformers", model=str(model)) as three:
+            await fleet.add(three, "three")
+            refused = (await check(client, "compare", 400))["message"]
+            assert "the fleet now has three, two" in refused
+            await check(client, "snapshot")
+            await check(client, "compare")
+
+
+async def test_two_comparisons_at_once_are_both_answered(client: httpx.AsyncClient, initial: InferenceEngine) -> None:
+    await check(client, "snapshot")
+    await asyncio.gather(check(client, "compare"), check(client, "compare"))
+    await check(client, "compare", 400)
+
+
+async def test_random_booleans_are_of_both_values() -> None:
+    values = random_values(TensorSpec(name="mask", dtype="bool", shape=(64, 4)))
+    assert values.dtype is torch.bool
+    assert {*values.flatten().tolist()} == {False, True}
 
 
 @pytest.mark.parametrize("action", ["checksum", "snapshot", "reset_tensors", "reset"])

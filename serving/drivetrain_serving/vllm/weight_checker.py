@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, TypeGuard
 
 from pydantic import Field
 from starlette.exceptions import HTTPException
@@ -50,17 +50,23 @@ class WeightCheckerRoute:
         action, baseline = asked.action, asked.baseline
         if action not in _ACTIONS:
             raise HTTPException(400, f"action={shown(action)}: expected {', '.join(_ACTIONS)}")
-        if action == "compare" and not isinstance(baseline, dict):
-            raise HTTPException(400, f"baseline={shown(baseline)}: 'compare' needs an object of checksums by name")
+        if baseline is None and action == "compare":
+            raise HTTPException(400, "baseline is missing: 'compare' needs an object of checksums by name")
+        if baseline is not None and not _are_checksums(baseline):
+            raise HTTPException(400, f"baseline={shown(baseline)}: expected an object of checksums by name")
         if action == "reset":
             await self._checks.reset()
             return json_answer(types.WeightsReset(status="reset"))
         checksums = _by_rank(await self._checks.checksums())
-        if not isinstance(baseline, dict) or action == "checksum":
+        if baseline is None or action == "checksum":
             return json_answer(types.WeightChecksums(checksums=checksums))
         either = checksums.keys() | baseline.keys()
         mismatches = sorted(name for name in either if checksums.get(name) != baseline.get(name))
         return json_answer(types.WeightsCompared(match=not mismatches, mismatches=mismatches))
+
+
+def _are_checksums(value: object) -> TypeGuard[Checksums]:
+    return isinstance(value, dict) and all(isinstance(one, str) for one in value.values())
 
 
 def _by_rank(engines: Sequence[Checksums]) -> Checksums:
