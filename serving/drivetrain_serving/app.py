@@ -76,7 +76,7 @@ def application(served: ServedEngine) -> Starlette:
     checks = WeightChecks(engine, weight_groups)
     sglang_routes = SGLangRoutes(served, weight_groups, checks)
     generation = (
-        GenerationRoutes(served, sglang_errors.flat_body, openai_fields.translated)
+        GenerationRoutes(served, sglang_errors.flat_body, openai_fields.translated, header_ids=False)
         if sglang
         else GenerationRoutes(served)
     )

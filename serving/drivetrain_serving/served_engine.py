@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
@@ -290,14 +292,21 @@ class ServedEngine:
                 await asyncio.sleep(_POLL_S)
 
     @contextmanager
-    def known_as(self, answer_id: str, call: Call) -> Iterator[None]:
-        """Let :meth:`abort` find a request by its own id, its answer's id, and vLLM's id of each of its prompts."""
+    def known_as(self, answer_id: str, call: Call) -> Iterator[Call]:
+        """Let :meth:`abort` find a request by its own id, its answer's id, and vLLM's id of each of its prompts.
+
+        Yields the call to make. Its id differs if a request of this process is in flight with the given one.
+        """
+        given = call.id
+        if any(one in self._engine_ids for one in call.request_ids):
+            call = dataclasses.replace(call, id=f"{given}-{uuid.uuid4().hex}")
         ids = call.request_ids
-        names = {f"{answer_id}-{index}": [one] for index, one in enumerate(ids)} | {call.id: ids, answer_id: ids}
+        names = {one: [one] for one in ids} | {f"{answer_id}-{index}": [one] for index, one in enumerate(ids)}
+        names |= {given: ids, answer_id: ids}
         for name, of_engine in names.items():
             self._engine_ids.setdefault(name, Counter()).update(of_engine)
         try:
-            yield
+            yield call
         finally:
             for name, of_engine in names.items():
                 self._engine_ids[name] -= Counter(of_engine)

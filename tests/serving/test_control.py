@@ -104,6 +104,32 @@ async def test_a_request_is_aborted_by_the_ids_that_vllm_gives_it(
     assert (await other).json()["choices"][0]["finish_reason"] == "length"
 
 
+@pytest.mark.parametrize(
+    ("kind", "route", "prompt"),
+    [
+        ("cmpl", "/v1/completions", {}),
+        ("chatcmpl", "/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ("generate-tokens", "/inference/v1/generate", {"token_ids": [5, 6], "sampling_params": LONG}),
+    ],
+)
+async def test_a_header_gives_requests_their_id(
+    client: httpx.AsyncClient, engine: InferenceEngine, kind: str, route: str, prompt: dict[str, object]
+) -> None:
+    """Several requests in flight may have one id, as vLLM lets them; an abort ends them all."""
+    body = {**LONG, **prompt, "request_id": "of-the-body"}
+    headers = {"X-Request-Id": "r"}
+    running = [asyncio.create_task(client.post(route, json=body, headers=headers)) for _ in range(2)]
+    other = asyncio.create_task(client.post(route, json=body, headers={"X-Request-Id": ""}))
+    await until_running(engine, 3)
+    await ok(client, "/abort_requests", request_ids=["r"])
+    for answer in [(await one).json() for one in running]:
+        assert answer["request_id" if kind == "generate-tokens" else "id"] == f"{kind}-r"
+        assert answer["choices"][0]["finish_reason"] == "abort"
+    last = (await other).json()
+    assert last["request_id" if kind == "generate-tokens" else "id"] == f"{kind}-of-the-body"
+    assert last["choices"][0]["finish_reason"] == "length"
+
+
 async def test_a_stream_is_aborted_by_the_id_that_it_tells(client: httpx.AsyncClient, engine: InferenceEngine) -> None:
     async with client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response:
         lines = response.aiter_lines()

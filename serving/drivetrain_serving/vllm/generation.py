@@ -64,6 +64,7 @@ class GenerationRoutes:
         served: The engine.
         error_body: Makes the last event of a stream of OpenAI's routes that failed.
         translated: Puts the requests of OpenAI's routes into vLLM's words.
+        header_ids: True if the header ``X-Request-Id`` gives a request its id, as in vLLM.
     """
 
     def __init__(
@@ -71,8 +72,11 @@ class GenerationRoutes:
         served: ServedEngine,
         error_body: Callable[[DrivetrainError], Mapping[str, object]] = body_of,
         translated: Callable[[Mapping[str, object], ServedEngine], Mapping[str, object]] = lambda body, served: body,
+        *,
+        header_ids: bool = True,
     ) -> None:
         self._served = served
+        self._header_ids = header_ids
         self._error_body = error_body
         self._translated = translated
         self._texts = TokenTexts(served.engine.tokenizer)
@@ -114,6 +118,8 @@ class GenerationRoutes:
         self, request: Request, answer: Callable[[Mapping[str, object]], Coroutine[object, object, Response]]
     ) -> Response:
         body = await read_json(request, self._served.config, wants_type=True)
+        if self._header_ids and (given := request.headers.get("X-Request-Id")):
+            body["request_id"] = given  # vLLM prefers it to the body's
         return await unless_disconnected(request.receive, answer(body))
 
     async def _completions(self, body: Mapping[str, object]) -> Response:
@@ -151,7 +157,7 @@ class GenerationRoutes:
             )
         if wanted is None:
             return json_answer(responses.whole(await self._completed(call, answer_id)))
-        with self._served.known_as(answer_id, call):
+        with self._served.known_as(answer_id, call) as call:
             completions = await self._scored(call, asked, wanted)
         scores = completions[0].scores  # None if the request was aborted before its prompt was read
         encoded = None if scores is None else wanted.encoded(scores)
@@ -185,7 +191,7 @@ class GenerationRoutes:
         return json_answer(responses.whole(await self._completed(call, answer_id)))
 
     async def _completed(self, call: Call, answer_id: str) -> list[Completion]:
-        with call.refusals(), self._served.known_as(answer_id, call):
+        with call.refusals(), self._served.known_as(answer_id, call) as call:
             output = await self._served.generate(call)
         return output.completions
 
@@ -228,7 +234,7 @@ class GenerationRoutes:
         ids: Sequence[Sequence[int] | None],
         include_usage: bool,
     ) -> AsyncGenerator[Mapping[str, object], None]:
-        with call.refusals(), self._served.known_as(answer_id, call):
+        with call.refusals(), self._served.known_as(answer_id, call) as call:
             async with aclosing(self._served.generate_stream(call)) as chunks:
                 async for chunk in chunks:
                     for piece in responses.chunks(chunk, ids[chunk.prompt_index]):
