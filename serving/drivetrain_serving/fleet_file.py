@@ -25,6 +25,7 @@ class FleetFile(BaseModel):
     )
     min_engines: StrictInt = Field(default=1, description="Engines that must commit a weight update.")
     max_staleness: StrictInt = Field(default=0, description="Versions that a served engine may lag behind.")
+    max_waiting: StrictInt = Field(default=1 << 16, description="Most samples that wait for an engine.")
     max_samples_per_engine: StrictInt | None = Field(default=None, description="Most samples in one engine.")
     exact_failover: StrictBool = Field(default=True, description="Draw the same samples at another engine.")
     resume: StrictBool = Field(default=False, description="Resume requests of a lost engine from their tokens.")
@@ -44,5 +45,18 @@ def fleet_of(path: Path) -> InferenceEngine:
     except ValidationError as error:
         field, message = describe_validation_error(error, FleetFile)
         raise InvalidConfig(f"{path}: {message}", field=field) from None
-    options = asked.model_dump(exclude={"engines"})
-    return InferenceEngineClient({name: create_engine(fields) for name, fields in asked.engines.items()}, **options)
+    engines = {name: _engine(path, name, fields) for name, fields in asked.engines.items()}
+    try:
+        return InferenceEngineClient(engines, **asked.model_dump(exclude={"engines"}))
+    except InvalidConfig as error:
+        raise InvalidConfig(f"{path}: {error}", field=error.field) from error
+
+
+def _engine(path: Path, name: str, fields: dict[str, JsonValue]) -> InferenceEngine:
+    try:
+        return create_engine(fields)
+    except InvalidConfig as error:
+        where = f"engines.{name}"
+        joint = "." if error.field and str(error).startswith(error.field) else ": "
+        field = f"{where}.{error.field}" if error.field else where
+        raise InvalidConfig(f"{path}: {where}{joint}{error}", field=field) from error

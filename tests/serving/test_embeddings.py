@@ -127,6 +127,7 @@ async def test_openais_client_embeds(embedder: httpx.AsyncClient, embedding: Inf
         ({"input": "hello", "dimensions": 0}, "dimensions"),
         ({"input": "hello", "dimensions": 1 << 20}, "dimensions"),
         ({"input": "hello", "truncate_prompt_tokens": 4}, "truncate_prompt_tokens"),
+        ({"input": "hello", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
         ({"messages": [{"role": "user", "content": "hello"}]}, "messages"),
         ({"input": "hello", "use_activation": False}, "use_activation"),
         ({"input": "hello", "normalize": False}, "normalize"),
@@ -141,6 +142,12 @@ async def test_a_wrong_request_is_refused_by_its_field(
     response = await embedder.post("/v1/embeddings", json=body)
     assert response.status_code == 400, response.text
     assert (response.json()["error"]["param"], response.json()["error"]["type"]) == (field, "BadRequestError")
+
+
+@pytest.mark.parametrize("field", ["chat_template", "messages", "mm_processor_kwargs", "truncate_prompt_tokens"])
+async def test_empty_values_of_fields_that_are_not_honoured_are_taken(embedder: httpx.AsyncClient, field: str) -> None:
+    for empty in (None, False, "", [], {}):
+        assert await vectors(embedder, input="hello", **{field: empty})
 
 
 async def test_another_model_is_not_found(embedder: httpx.AsyncClient) -> None:

@@ -20,7 +20,9 @@ import psutil
 import pytest
 
 import warm_python
+from drivetrain.errors import InvalidConfig
 from drivetrain_demo.settings import tiny_policy
+from drivetrain_serving.fleet_file import fleet_of
 from engines import HANGING
 
 KEY = "a-key-for-requests"
@@ -213,6 +215,31 @@ def test_the_engines_of_a_file_serve_behind_one_port(model: Path, tmp_path: Path
         assert [one["name"] for one in engines] == ["short", "long"]
         server.send_signal(signal.SIGINT)
         assert server.wait(HANGING) == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "more", "field"),
+    [
+        ("nonsense: 1", "", "engines.a.nonsense"),
+        ("context_length: none", "", "engines.a.context_length"),
+        ("context_length: 64", "min_engines: 5", "min_engines"),
+        ("context_length: 64", "max_waiting: 0", "max_waiting"),
+    ],
+)
+def test_a_fault_of_a_fleets_file_names_the_file_and_the_engine(
+    model: Path, tmp_path: Path, fields: str, more: str, field: str
+) -> None:
+    file = tmp_path / "fleet.yaml"
+    file.write_text(f'engines: {{a: {{backend: transformers, model: "{model}", {fields}}}}}\n{more}\n')
+    with pytest.raises(InvalidConfig) as refused:
+        fleet_of(file)
+    assert refused.value.field == field
+    assert str(refused.value).startswith(f"{file}: {field}")
+
+
+def test_an_absent_file_of_a_fleet_is_called_by_its_name(tmp_path: Path) -> None:
+    with pytest.raises(InvalidConfig, match=r"cannot read '.*absent\.yaml'"):
+        fleet_of(tmp_path / "absent.yaml")
 
 
 @pytest.mark.parametrize(

@@ -344,13 +344,13 @@ def read_yaml(path: str | os.PathLike[str]) -> dict[str, object]:
         loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, TypeError, RecursionError) as error:  # not UTF-8; NUL in the path; not a path
         name = shown(os.fspath(path) if isinstance(path, os.PathLike) else path)
-        raise InvalidConfig(f"cannot read the engine configuration {name}: {error}; give a YAML file") from error
+        raise InvalidConfig(f"cannot read {name}: {error}; give a YAML file") from error
     except yaml.YAMLError as error:
         # YAML's own message quotes the line, which may hold a key.
         mark = getattr(error, "problem_mark", None)
         place = f"line {mark.line + 1}: " if mark is not None else ""
         why = getattr(error, "problem", None) or type(error).__name__
-        raise InvalidConfig(f"cannot read the engine configuration {os.fspath(path)!r}: {place}{why}") from None
+        raise InvalidConfig(f"cannot read {os.fspath(path)!r}: {place}{why}") from None
     if not isinstance(loaded, dict):
         raise InvalidConfig(
             f"{os.fspath(path)!r} holds a {type(loaded).__name__}; expected a mapping such as 'backend: transformers'"

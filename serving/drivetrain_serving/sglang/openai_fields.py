@@ -8,6 +8,7 @@ from typing import Final
 from drivetrain.checks.safe_repr import shown
 from drivetrain.errors import InvalidRequest
 from drivetrain_serving.served_engine import ServedEngine
+from drivetrain_serving.sglang.sampling import TOP_P_TOKEN_IDS
 
 _GRAMMARS: Final = {"json_schema": "json", "regex": "regex", "ebnf": "grammar"}
 """SGLang's name of a grammar → its name in ``structured_outputs``."""
@@ -29,6 +30,10 @@ def translated(body: Mapping[str, object], served: ServedEngine) -> Mapping[str,
     for name in _REFUSED:
         if body.get(name):
             raise InvalidRequest(f"{name}={shown(body[name])} is not supported; leave it out", field=name)
+    custom = body.get("custom_params")
+    if isinstance(custom, Mapping) and custom.get(TOP_P_TOKEN_IDS):
+        name = f"custom_params.{TOP_P_TOKEN_IDS}"
+        raise InvalidRequest(f"{name} is not supported here; send the request to /generate", field=name)
     fields = {name: value for name, value in body.items() if name not in _GRAMMARS}
     if (rid := _text(fields, "rid")) is not None:
         fields["request_id"] = rid

@@ -26,18 +26,14 @@ from drivetrain_serving.http_layer.bodies import read_json, unless_disconnected
 from drivetrain_serving.http_layer.route_docs import OF_ENGINES, documented
 from drivetrain_serving.served_engine import ServedEngine
 from drivetrain_serving.vllm.answer_types import Embeddings
+from drivetrain_serving.vllm.payloads import EMPTY, is_one_of
 
 _REFUSED: Final[Mapping[str, tuple[object, ...]]] = {
-    **dict.fromkeys(
-        ("chat_template", "messages", "mm_processor_kwargs", "truncate_prompt_tokens"), (False, "", [], {})
-    ),
+    **dict.fromkeys(("chat_template", "messages", "mm_processor_kwargs", "truncate_prompt_tokens"), EMPTY),
     "embed_dtype": ("float32",),
     "endianness": ("little", "native"),
-    "messages": ([],),
-    "mm_processor_kwargs": ({},),
     "normalize": (True,),
     "padding": ("do_not_pad",),
-    "truncate_prompt_tokens": (0,),
     "use_activation": (True,),
 }
 """Fields of vLLM that change the vectors and are not honoured, each with the values that change nothing."""
@@ -117,7 +113,7 @@ def read_embedding(body: Mapping[str, object]) -> tuple[EmbeddingRequest, Call]:
         InvalidRequest: a field is wrong, or cannot be honoured.
     """
     for name, harmless in _REFUSED.items():
-        if body.get(name) is not None and body[name] not in harmless:
+        if not is_one_of(body.get(name), (None, *harmless)):
             raise InvalidRequest(f"{name}={shown(body[name])} is not supported; leave it out", field=name)
     try:
         asked = EmbeddingRequest.model_validate({name: one for name, one in body.items() if one is not None})

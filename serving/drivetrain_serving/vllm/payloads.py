@@ -42,7 +42,8 @@ _LABELS: Final = (
     *("store", "user", "verbosity"),
 )
 """OpenAI's fields that change no token here. They are taken with any value, as vLLM does."""
-_EMPTY: Final[tuple[object, ...]] = (None, False, "", [], {})
+EMPTY: Final[tuple[object, ...]] = (None, False, "", [], {})
+"""Values of a field that ask for nothing. 0 is none of them: it may be a bound."""
 
 _A = TypeVar("_A", "CompletionRequest", "ChatRequest")
 
@@ -182,10 +183,15 @@ def _parsed(kind: type[_A], fields: dict[str, object], stream: bool) -> _A:
     return parse(kind, fields, stream=stream)
 
 
+def is_one_of(value: object, these: Iterable[object]) -> bool:
+    """Return whether a value of a request is one of these, and of the same type: 0 is not False."""
+    return any(type(value) is type(one) and value == one for one in these)
+
+
 def _refuse(body: Mapping[str, object], names: Iterable[str] = _REFUSED) -> None:
     """Refuse a field that would change the answer and is not honoured."""
     for name in names:
-        if body.get(name) not in _EMPTY:
+        if not is_one_of(body.get(name), EMPTY):
             raise InvalidRequest(f"{name}={shown(body[name])} is not supported; leave it out", field=name)
 
 
@@ -341,7 +347,7 @@ def read_generate(body: Mapping[str, object]) -> tuple[GenerateRequest, Call]:
     """
     _refuse(body)
     for name, remedy in _OF_GENERATE.items():
-        if body.get(name) not in _EMPTY:
+        if body.get(name) not in EMPTY:
             raise InvalidRequest(f"{name} is not supported: {remedy}", field=name)
     if body.get("output_mode") not in (None, "tokens"):
         raise InvalidRequest(f"output_mode={shown(body['output_mode'])} is not supported", field="output_mode")
