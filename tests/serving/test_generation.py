@@ -10,10 +10,14 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from PIL import Image
 
-from drivetrain import InferenceEngine, SamplingParams, TokenPrompt
+from drivetrain import InferenceEngine, SamplingParams, TokenPrompt, create_engine
 from drivetrain.backend.base import GenerateRequest, GenerateResult
+from drivetrain.testing import tiny_model
+from drivetrain_serving import Server, ServerConfig
 from drivetrain_serving.vllm.payloads import read_chat
+from engines import HANGING
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -198,6 +202,23 @@ async def test_a_stream_put_together_is_the_whole_answer(client: httpx.AsyncClie
         logprobs = [value for one in mine if one["logprobs"] for value in one["logprobs"]["token_logprobs"]]
         assert logprobs == pytest.approx(choice["logprobs"]["token_logprobs"], abs=1e-4)
         assert mine[-1]["finish_reason"] == choice["finish_reason"]
+
+
+async def test_the_last_chunk_tells_the_usage_of_a_prompt_with_media() -> None:
+    png = io.BytesIO()
+    Image.new("RGB", (28, 28)).save(png, "png")
+    url = f"data:image/png;base64,{base64.b64encode(png.getvalue()).decode()}"
+    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "a"}]
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"messages": [{"role": "user", "content": content}], **GREEDY, "stream": True, "stream_options": options}
+    seeing = create_engine("transformers", model=str(tiny_model("qwen2_vl")))
+    async with seeing as engine, Server(engine, ServerConfig(port=0)) as server:
+        async with httpx.AsyncClient(base_url=server.url, timeout=HANGING) as client:
+            text = (await client.post("/v1/chat/completions", json=body)).text
+    *_, ended, last = [json.loads(line[6:]) for line in text.split("\n\n") if line.startswith("data: {")]
+    assert ended["choices"][0]["finish_reason"] is not None
+    counts = ("prompt_tokens", "completion_tokens", "total_tokens")
+    assert [ended["usage"][name] for name in counts] == [last["usage"][name] for name in counts]
 
 
 async def test_each_chunk_tells_the_usage_so_far_if_it_is_asked_to(client: httpx.AsyncClient) -> None:

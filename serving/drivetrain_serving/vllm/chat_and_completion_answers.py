@@ -79,7 +79,8 @@ class CompletionResponses:
                 "system_fingerprint": None,
             }
             if "usage" in made:
-                piece["usage"] = self._usages.after(choice["index"], choice["token_ids"], prompt_token_ids)
+                prompt = chunk.completion.prompt_token_ids if chunk.completion else prompt_token_ids
+                piece["usage"] = self._usages.after(choice["index"], choice["token_ids"], prompt)
             yield piece
 
     def _chunk_choice(
@@ -210,7 +211,8 @@ class ChatResponses:
                 "system_fingerprint": None,
             }
             if "usage" in made:
-                piece["usage"] = self._usages.after(choice["index"], choice["token_ids"], prompt_token_ids)
+                prompt = chunk.completion.prompt_token_ids if chunk.completion else prompt_token_ids
+                piece["usage"] = self._usages.after(choice["index"], choice["token_ids"], prompt)
             yield piece
 
     def _chunk_choice(self, choice: openai.ChatChunkChoice, chunk: CompletionChunk) -> types.ChatChunkChoice:

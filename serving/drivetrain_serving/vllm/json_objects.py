@@ -106,9 +106,9 @@ class RunningUsages:
         self, index: int, token_ids: Sequence[int], prompt_token_ids: Sequence[int] | None
     ) -> RunningUsage | None:
         """Return the usage of the choice ``index`` after its next ``token_ids``; None if it is not wanted or known."""
+        self._sampled[index] += len(token_ids)
         if not self._wanted or prompt_token_ids is None:
             return None
-        self._sampled[index] += len(token_ids)
         prompt, sampled = len(prompt_token_ids), self._sampled[index]
         return {
             "prompt_tokens": prompt,
