@@ -183,10 +183,10 @@ async def test_an_adapter_is_no_update_of_all_weights(open_engine: OpenEngine, a
 async def test_a_model_without_the_adapter_is_refused(model: Path) -> None:
     plain = AutoModelForCausalLM.from_pretrained(model)
     with pytest.raises(InvalidRequest, match="no adapter 'default'; it has: none"):
-        LoraSync.connect(plain, None)  # type: ignore[arg-type]
+        LoraSync.connect(plain, None)
     policy = get_peft_model(plain, LoraConfig(r=4, target_modules=["q_proj"]))
     with pytest.raises(InvalidRequest, match="no adapter 'critic'; it has: default"):
-        LoraSync.connect(policy, None, adapter="critic")  # type: ignore[arg-type]
+        LoraSync.connect(policy, None, adapter="critic")
 
 
 @pytest.mark.parametrize("strategy", ["auto", "disk"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from drivetrain import InvalidRequest, LogprobsMode, SamplingParams, SyncEngine, WeightPlanMismatch, sync_engine
 from drivetrain.testing import tiny_model
 from drivetrain_weight_sync import LoraSync, WeightSync
+from drivetrain_weight_sync.trainer.held_policy import held_policy
 
 PARAMS = SamplingParams(max_new_tokens=12, temperature=0.0, logprobs=0, ignore_eos=True, logprobs_mode=LogprobsMode.RAW)
 TOLERANCE = 1e-4
@@ -155,8 +157,77 @@ def test_an_actor_with_several_modules_is_refused_with_their_names(engine: SyncE
     actor.critic = nn.Linear(4, 1)  # type: ignore[attr-defined]
     with pytest.raises(InvalidRequest, match=r"a Actor with several modules \(model, critic\); pass the one"):
         WeightSync.connect(actor, engine.engine)
+    holder: Any = SimpleNamespace(model=adapted(1), critic=adapted(2))
+    with pytest.raises(InvalidRequest, match=r"model is a SimpleNamespace with several modules") as caught:
+        LoraSync.connect(holder, engine.engine)
+    assert caught.value.field == "model"
     with pytest.raises(WeightPlanMismatch, match=r"27 names begin with 'actor\.'.*Extra: critic\.weight"):
         push(engine, ActorAndCritic(policy(1)), "both")
+
+
+def test_a_module_with_several_peft_models_is_refused_with_their_names(engine: SyncEngine) -> None:
+    both = ActorAndCritic(adapted(1))
+    both.critic = adapted(2)
+    with pytest.raises(InvalidRequest, match=r"ActorAndCritic with several peft models \(actor, critic\)") as caught:
+        LoraSync.connect(both, engine.engine)
+    assert caught.value.field == "model"
+
+
+class CallableActor(Actor):
+    def __call__(self, prompts: list[str]) -> list[str]:
+        return prompts
+
+
+class IterableActor(Actor):
+    def __iter__(self) -> Iterator[str]:
+        return iter(())
+
+
+class PropertyActor:
+    def __init__(self, model: nn.Module) -> None:
+        self._models = [model]
+        self.loss = nn.CrossEntropyLoss()
+
+    @property
+    def model(self) -> nn.Module:
+        return self._models[0]
+
+
+class SlottedActor:
+    __slots__ = ("model",)
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+
+class ActorModuleWithBuffer(ActorModule):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.register_buffer("steps", torch.zeros(1), persistent=False)
+
+
+ACTORS: dict[str, Callable[[nn.Module], Any]] = {
+    "callable": CallableActor,
+    "iterable": IterableActor,
+    "property": PropertyActor,
+    "slot": SlottedActor,
+    "module without tensors": lambda model: SimpleNamespace(model=model, loss=nn.CrossEntropyLoss()),
+    "one module twice": lambda model: SimpleNamespace(model=model, engine=model),
+    "a buffer that is not saved": ActorModuleWithBuffer,
+}
+
+
+@pytest.mark.parametrize("how", ACTORS)
+def test_the_policy_is_found_in_an_actor(how: str) -> None:
+    model = policy(1)
+    assert held_policy(ACTORS[how](model)) is model
+
+
+def test_connecting_an_actor_module_calls_no_state_dict(engine: SyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP1 gathers in it, and waits for ranks that do not connect."""
+    actor = ActorModule(policy(1))
+    monkeypatch.setattr(nn.Module, "state_dict", None)
+    WeightSync.connect(actor, engine.engine)
 
 
 def test_a_state_dict_of_a_peft_model_names_both_ways(engine: SyncEngine) -> None:

@@ -3,35 +3,55 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from types import FunctionType, MethodType
 
 from torch import nn
 
 from drivetrain.errors import InvalidRequest
 from drivetrain_weight_sync.tensors.checkpoint_names import listed, unwrapped
 
+_NO_ACTORS = (Mapping, list, tuple, Iterator, FunctionType, MethodType)
+"""Kinds of sources that are pushed as they are, whatever attributes they have."""
 
-def held_policy(source: object) -> object:
+
+def held_policy(source: object, argument: str = "source") -> object:
     """Return the module that an actor holds; return any other source as it is.
 
-    An actor is an object that has one module as an attribute, or a module in which one model of transformers or peft
-    holds every tensor.
+    An actor is an object that has one module with tensors as an attribute, even if it can be called or iterated over;
+    or a module in which one model of transformers or peft holds every tensor. An attribute ``model`` counts also if it
+    is a property or a slot.
+
+    Args:
+        source: The source.
+        argument: Name of the caller's argument, for errors.
 
     Raises:
-        InvalidRequest: the object has several modules.
+        InvalidRequest: the object has several modules with tensors.
     """
     if isinstance(source, nn.Module):
         return _model_in(source)
-    if isinstance(source, Mapping | Iterable) or callable(source):
+    if isinstance(source, _NO_ACTORS):
         return source
-    held = {name: value for name, value in getattr(source, "__dict__", {}).items() if isinstance(value, nn.Module)}
+    held = _with_tensors(getattr(source, "__dict__", {})) or _with_tensors({"model": getattr(source, "model", None)})
     if len(held) > 1:
+        names = listed([name for name, _ in held.values()])
         raise InvalidRequest(
-            f"source is a {type(source).__name__} with several modules ({listed(held)}); pass the one that the engine "
+            f"{argument} is a {type(source).__name__} with several modules ({names}); pass the one that the engine "
             "serves",
-            field="source",
+            field=argument,
         )
-    return next((_model_in(module) for module in held.values()), source)
+    return next((_model_in(module) for _, module in held.values()), source)
+
+
+def _with_tensors(attributes: Mapping[str, object]) -> dict[int, tuple[str, nn.Module]]:
+    """Return each module that has a tensor once, by its id, with the name of an attribute that is the module."""
+    return {
+        id(value): (name, value)
+        for name, value in attributes.items()
+        if isinstance(value, nn.Module) and any(True for _ in chain(value.parameters(), value.buffers()))
+    }
 
 
 def _model_in(module: nn.Module) -> nn.Module:
@@ -49,6 +69,15 @@ def _model_in(module: nn.Module) -> nn.Module:
     parts = path.split(".")
     kept = next(count for count in range(len(parts) + 1) if unwrapped(".".join([*parts[count:], "_"])) == "_")
     outer = ".".join(parts[:kept])
-    if not kept or not path or any(not name.startswith(f"{outer}.") for name in module.state_dict()):
+    if not kept or not path or not _holds_all(module, outer):
         return module
     return module.get_submodule(outer)
+
+
+def _holds_all(module: nn.Module, outer: str) -> bool:
+    """Return True if all tensors of the module's state are in ``outer``. No rank waits for others, as in a gather."""
+    outside = [part for name, part in module.named_modules() if not f"{name}.".startswith(f"{outer}.")]
+    return not any(
+        {*part._buffers} - part._non_persistent_buffers_set or any(True for _ in part.parameters(recurse=False))
+        for part in outside
+    )

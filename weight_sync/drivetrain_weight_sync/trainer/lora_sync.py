@@ -35,8 +35,10 @@ from drivetrain_weight_sync.transports.process_groups import GroupBackend
 from drivetrain_weight_sync.transports.updatable_engine import AdaptableEngine
 
 if TYPE_CHECKING:
-    from peft import PeftModel
+    from torch import nn
     from torch.distributed import ProcessGroup
+
+    from drivetrain_weight_sync.trainer.source import Actor
 
 _FROM_MEMORY: Final = frozenset(
     {
@@ -90,7 +92,7 @@ class LoraSync:
     @checked
     def connect(
         cls,
-        model: PeftModel | AdapterTensors,
+        model: nn.Module | Actor | AdapterTensors,
         engine: AdaptableEngine | None,
         lora_name: str = "policy",
         strategy: Strategy | str = Strategy.AUTO,
@@ -106,8 +108,9 @@ class LoraSync:
         """Connect an adapter to an engine. Nothing is sent, and the engine need not be started.
 
         Args:
-            model: a ``peft.PeftModel`` with a LoRA adapter, also compiled, in DDP or sharded by FSDP2; or the tensors
-                of an adapter.
+            model: a ``peft.PeftModel`` with a LoRA adapter, also compiled, in DDP or sharded by FSDP2; a module or
+                another object that holds one, and no other, which is looked for now and not at each push; or the
+                tensors of an adapter.
             engine: the engine to push to. One rank of a sharded trainer passes it and all others pass None; every rank
                 calls :meth:`push` with the same version, and every push returns or raises the same on all of them.
             lora_name: the name by which requests select the adapter.
@@ -126,7 +129,9 @@ class LoraSync:
                 adapter's tensors are DTensors or ``engine`` is None, else this process alone.
 
         Raises:
-            InvalidRequest: an argument has the wrong type or value, or the model has no adapter of that name.
+            InvalidRequest: an argument has the wrong type or value; the model has no adapter of that name, or holds
+                several peft models; or a group is needed and ``torch.distributed`` has none, or this process is not in
+                it.
             UnsupportedCapability: the engine takes no adapters, or not by that strategy.
         """
         pushed: PushedAdapter = model if isinstance(model, AdapterTensors) else PeftAdapter(model, adapter)
@@ -164,12 +169,14 @@ class LoraSync:
         the adapter until this returns.
 
         Raises:
-            InvalidRequest: the version is empty, or the engine does not accept such an adapter.
+            InvalidRequest: the version is empty or differs from another rank's, two ranks have an engine, or the engine
+                does not accept such an adapter.
+            WeightPlanMismatch: the ranks' shards do not make up every tensor; nothing was sent.
             InvalidWeights: the adapter holds NaN or infinity; nothing was sent.
             WeightVerifyFailed: the tensors that arrived differ from those that were sent.
             TrainerRankLost, DeadlineExceeded: another rank ended, or does not push.
             EngineBusy: requests in flight use the adapter, and ``mode`` is ``retract`` or ``in_place``.
-            WeightSyncError: the sync is closed, or the adapter cannot be written to its folder.
+            WeightSyncError: the sync is closed, or the adapter was deleted, or cannot be written to its folder.
         """
         async with self._lock:
             if self._closed:

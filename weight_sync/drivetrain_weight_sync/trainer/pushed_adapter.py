@@ -13,13 +13,15 @@ import torch
 from torch import nn
 
 from drivetrain.checks.extras import from_extra
-from drivetrain.errors import InvalidRequest
+from drivetrain.errors import InvalidRequest, WeightSyncError
 from drivetrain_weight_sync.shards.pieces import is_sharded
+from drivetrain_weight_sync.tensors.checkpoint_names import listed
 from drivetrain_weight_sync.trainer.held_policy import held_policy
 
 if TYPE_CHECKING:
-    from peft import PeftModel
     from pydantic import JsonValue
+
+    from drivetrain_weight_sync.trainer.source import Actor
 
 
 _Holder = tuple[list[str], nn.Module]
@@ -54,28 +56,34 @@ class PeftAdapter:
     """One adapter of a peft model.
 
     Args:
-        model: The model.
+        model: The model, or a module or another object that holds it. It is looked for once.
         name: The adapter's name.
 
     Raises:
-        InvalidRequest: the model has no adapter of that name.
+        InvalidRequest: the model has no adapter of that name, or holds several peft models.
     """
 
-    def __init__(self, model: PeftModel, name: str) -> None:
-        model = _peft_model_in(held_policy(model))
-        adapters = getattr(model, "peft_config", None)
+    def __init__(self, model: nn.Module | Actor, name: str) -> None:
+        peft_model = _peft_model_in(held_policy(model, "model"))
+        adapters = getattr(peft_model, "peft_config", None)
         if not isinstance(adapters, dict) or name not in adapters:
             found = ", ".join(adapters) if isinstance(adapters, dict) else "none, and it is no peft model"
             raise InvalidRequest(f"the model has no adapter {name!r}; it has: {found}", field="adapter")
-        self._model = model
+        self._model = peft_model
         self._name = name
         self._found: tuple[Mapping[str, JsonValue], dict[str, _Holder]] | None = None
         """The adapter's configuration, and what holds each of its tensors, when they were looked up."""
 
     @property
     def config(self) -> Mapping[str, JsonValue]:
-        """Fields of ``adapter_config.json``, less those at their default, which an older peft may not know."""
-        config: Any = self._model.peft_config[self._name]
+        """Fields of ``adapter_config.json``, less those at their default, which an older peft may not know.
+
+        Raises:
+            WeightSyncError: the adapter was deleted.
+        """
+        config: Any = self._model.peft_config.get(self._name)
+        if config is None:
+            raise WeightSyncError(f"the model has no adapter {self._name!r} any more; connect one that it has")
         given, defaults = _as_json(config.to_dict()), _as_json(type(config)().to_dict())
         return {
             field: value
@@ -85,7 +93,11 @@ class PeftAdapter:
 
     @property
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """The adapter's tensors by peft's names, in the model's memory. Those of a sharded model are DTensors."""
+        """The adapter's tensors by peft's names, in the model's memory. Those of a sharded model are DTensors.
+
+        Raises:
+            WeightSyncError: the adapter was deleted.
+        """
         # peft walks through the state of the whole model, which takes tens of milliseconds in a deep one.
         config, model = self.config, self._model
         if self._found is None or self._found[0] != config:
@@ -110,12 +122,28 @@ class PeftAdapter:
 
 
 def _peft_model_in(model: Any) -> Any:
-    """Return the peft model that ``model`` wraps; ``model`` if there is none."""
+    """Return the peft model that ``model`` wraps; ``model`` if there is none.
+
+    Raises:
+        InvalidRequest: there are several, and none of them holds the others.
+    """
     if "peft" not in sys.modules or not isinstance(model, nn.Module):
         return model
     from peft import PeftModel
 
-    return next((part for part in model.modules() if isinstance(part, PeftModel)), model)
+    if isinstance(model, PeftModel):
+        return model
+    found: dict[str, nn.Module] = {}
+    for name, part in model.named_modules():
+        if isinstance(part, PeftModel) and not any(name.startswith(f"{outer}.") for outer in found):
+            found[name] = part
+    if len(found) > 1:
+        raise InvalidRequest(
+            f"model is a {type(model).__name__} with several peft models ({listed(found)}); pass the one whose adapter "
+            "the engine serves",
+            field="model",
+        )
+    return next(iter(found.values()), model)
 
 
 def _holder(model: nn.Module, path: str) -> _Holder:

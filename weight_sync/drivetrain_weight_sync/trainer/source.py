@@ -24,7 +24,7 @@ NamedShards = Iterable[tuple[str, torch.Tensor | WeightShard]]
 
 
 class Actor(Protocol):
-    """An object of a trainer that holds the policy, and no other module."""
+    """An object of a trainer that holds the policy, and no other module that has tensors."""
 
     @property
     def model(self) -> nn.Module: ...

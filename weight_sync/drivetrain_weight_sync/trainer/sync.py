@@ -74,10 +74,11 @@ class WeightSync:
         """Connect a source of tensors to an engine. Nothing is sent, and the engine need not be started.
 
         Args:
-            source: a torch module or an object with one as its only module, a mapping of names to tensors, (name,
-                tensor) pairs, or a function that returns pairs. A tensor may be a DTensor, as of FSDP2, or a
-                :class:`WeightShard`. Names are those of the checkpoint, or of the transformers model in memory;
-                prefixes of ``torch.compile`` and DDP are dropped.
+            source: a torch module or an object with one as its only module that has tensors, a mapping of names to
+                tensors, (name, tensor) pairs, or a function that returns pairs. A tensor may be a DTensor, as of FSDP2,
+                or a :class:`WeightShard`. Names are those of the checkpoint, or of the transformers model in memory;
+                prefixes of ``torch.compile`` and DDP are dropped. The module of an object is looked for now, and not
+                at each push.
             engine: the engine to push to. Once started, it reports its GPUs, which ``auto`` takes into account. One
                 rank of a sharded trainer passes it and all others pass None; every rank calls :meth:`push` with the
                 same version, and every push returns or raises the same on all of them.
@@ -106,7 +107,8 @@ class WeightSync:
                 Ranks wait for each other as long as ``init_process_group``'s timeout says.
 
         Raises:
-            InvalidRequest: an argument has the wrong type or value, or conflicts with ``share_tensors``.
+            InvalidRequest: an argument has the wrong type or value, or conflicts with ``share_tensors``; or a group is
+                needed and ``torch.distributed`` has none, or this process is not in it.
             UnsupportedCapability: the engine cannot take weights that way, or cannot score the probe's sequences.
         """
         if engine is None:
@@ -151,13 +153,14 @@ class WeightSync:
         this returns. Pushes of one ``WeightSync`` run one after another.
 
         Raises:
-            InvalidRequest: the version is empty.
+            InvalidRequest: the version is empty or differs from another rank's, or two ranks have an engine.
             WeightPlanMismatch: tensors are missing, extra, or of another dtype or shape; the engine keeps serving.
             InvalidWeights: the source holds NaN or infinity; the engine keeps serving.
             WeightTransferFailed, WeightVerifyFailed: the engine is dirty until a push succeeds.
             TrainerRankLost, DeadlineExceeded: another rank ended, or does not push; the engine keeps serving.
             WeightProbeFailed: the new weights are served, but the engine's logprobs differ from the trainer's.
-            WeightSyncError: the sync is closed, or a generator given as source was already read.
+            WeightSyncError: the sync is closed, a generator given as source was already read, or an adapter of a module
+                is disabled or cannot be merged.
         """
         async with self._lock:
             self._require_open()
