@@ -18,7 +18,8 @@ from drivetrain.errors import DrivetrainError
 from drivetrain.testing import tiny_model
 from drivetrain.types.capability import Capability
 from drivetrain.types.weights import WeightUpdateRequest
-from drivetrain_weight_sync import LoraSync, WeightSync
+from drivetrain_weight_sync import AdapterTensors, LoraSync, WeightSync
+from drivetrain_weight_sync.trainer.pushed_adapter import PeftAdapter
 
 KINDS: Final[dict[str, dict[str, Any]]] = {
     **SETTINGS,
@@ -88,17 +89,19 @@ def push_merged(rank: int, kind: str, strategy: str, dim: int) -> list[str]:
     return asyncio.run(wrong())
 
 
-def push_adapter(rank: int, strategy: str, dim: int) -> list[object]:
+def push_adapter(rank: int, strategy: str, dim: int, as_tensors: bool = False) -> list[object]:
     """Push the adapter alone, twice; return what an engine's adapters held after each, or the results."""
 
     async def pushes() -> list[object]:
         policy: Any = sharded(adapted(), dim)
+        found_in = PeftAdapter(policy, "default")
+        given = AdapterTensors(found_in.config, found_in.tensors) if as_tensors else policy
         engine = create_engine("transformers", model=str(tiny_model()), enable_lora=True) if rank == 1 else None
         found: list[object] = []
         if engine is not None:
             await engine.start()
         try:
-            async with LoraSync.connect(policy, engine, "policy", strategy) as sync:
+            async with LoraSync.connect(given, engine, "policy", strategy) as sync:
                 for step in range(2):
                     result = await sync.push(version=f"step-{step}")
                     answer = None if engine is None else await answer_of(engine, "policy")
@@ -126,7 +129,7 @@ async def answers_unsharded() -> list[tuple[list[int], list[float]]]:
     policy = adapted()
     found = []
     async with create_engine("transformers", model=str(tiny_model()), enable_lora=True) as engine:
-        async with LoraSync.connect(policy, engine, "policy") as sync:  # type: ignore[arg-type]
+        async with LoraSync.connect(policy, engine, "policy") as sync:
             for step in range(2):
                 await sync.push(version=f"step-{step}")
                 found.append(await answer_of(engine, "policy"))
@@ -145,6 +148,9 @@ def push_what_fails(rank: int, how: str) -> list[str]:
         sharded(bad, 0)
         if how == "disabled on one rank" and rank == 1:
             bad.base_model.disable_adapter_layers()
+        unread = rank == 0 and how.startswith("cannot be read on the engine's rank")
+        if unread and not how.endswith("adapter alone"):
+            bad.base_model.disable_adapter_layers()
         if how.startswith("NaN") and rank == 1:
             with torch.no_grad():
                 local(bad.get_parameter(f"{LAYER}.mlp.up_proj.lora_B.default.weight")).fill_(float("nan"))
@@ -153,6 +159,8 @@ def push_what_fails(rank: int, how: str) -> list[str]:
         connect: Any = LoraSync.connect if how.endswith("adapter alone") else WeightSync.connect
         before, found = bits(served), []
         async with connect(bad, engine) as sync:
+            if unread and how.endswith("adapter alone"):
+                bad.delete_adapter("default")
             try:
                 await sync.push(version="bad")
             except DrivetrainError as error:

@@ -40,9 +40,13 @@ def test_two_ranks_push_merged_shards_by_other_strategies(two: Ranks, strategy: 
     assert two.run(adapted_ranks.push_merged, "dora", strategy, 0) == [[]] * 2
 
 
-@pytest.mark.parametrize(("strategy", "dim"), [("in_process", 0), ("disk", 1)])
-def test_the_adapter_alone_answers_as_one_of_a_whole_policy(two: Ranks, strategy: str, dim: int) -> None:
-    first, second = two.run(adapted_ranks.push_adapter, strategy, dim)
+@pytest.mark.parametrize(
+    ("strategy", "dim", "as_tensors"), [("in_process", 0, False), ("disk", 1, False), ("disk", 0, True)]
+)
+def test_the_adapter_alone_answers_as_one_of_a_whole_policy(
+    two: Ranks, strategy: str, dim: int, as_tensors: bool
+) -> None:
+    first, second = two.run(adapted_ranks.push_adapter, strategy, dim, as_tensors)
     assert [result[:-1] for result in first] == [result[:-1] for result in second]
     assert [version for version, *_ in second] == ["step-0", "step-1"]
     assert [result[-1] for result in second] == asyncio.run(adapted_ranks.answers_unsharded())
@@ -52,6 +56,8 @@ REFUSED = {
     "NaN": "InvalidWeights: 1 tensors hold values that are not finite",
     "NaN in the adapter alone": "InvalidWeights: 1 tensors hold values that are not finite",
     "disabled on one rank": "WeightSyncError: the adapters of ",
+    "cannot be read on the engine's rank": "WeightSyncError: the adapters of ",
+    "cannot be read on the engine's rank, the adapter alone": "WeightSyncError: the model has no adapter 'default'",
     "cannot be merged": "WeightSyncError: peft cannot merge the adapters of ",
 }
 

@@ -42,11 +42,12 @@ class GatheredAdapter:
             TrainerRankLost, DeadlineExceeded: a rank is gone, or does not push.
             InvalidRequest: another rank has an engine too, or pushes another version.
             WeightPlanMismatch: the shards do not make up every tensor.
+            DrivetrainError: the error of a rank that could not read its adapter.
         """
         gatherer = self._gatherer
 
         def fetch() -> dict[str, torch.Tensor]:
-            gatherer.meet(version, self._adapter.tensors.items, dict)
+            gatherer.meet(version, lambda: self._adapter.tensors.items(), dict)
             return {name: tensor.clone() for bucket in gatherer.buckets() for name, tensor in bucket.items()}
 
         self.tensors = await in_thread(fetch, gatherer.interrupt)
