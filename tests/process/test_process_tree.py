@@ -6,7 +6,9 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -76,6 +78,87 @@ def test_memory_that_was_there_before_the_host_is_not_listed(tmp_path: Path) -> 
     listing.write_text(f"{listing.read_text()}7 /dev/sh")  # as a writer that was killed leaves it
     unlink_listed(tmp_path)
     assert not dataset.exists()
+
+
+_MAPS = """
+import mmap, sys, time
+with open(sys.argv[1], "r+b") as file:
+    mapped = mmap.mmap(file.fileno(), 0)
+print("mapped", flush=True)
+time.sleep(600)
+"""
+
+
+@contextmanager
+def mapped(file: Path) -> Iterator[subprocess.Popen[str]]:
+    """Map a file in a process with a session of its own."""
+    command = [sys.executable, "-c", _MAPS, str(file)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline()
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.fixture
+def shared_file() -> Iterator[Path]:
+    file = Path("/dev/shm") / f"drivetrain-test-{uuid.uuid4().hex}"
+    file.write_bytes(b"a" * 4096)
+    yield file
+    file.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("older", [True, False])
+def test_a_family_that_ends_leaves_what_was_there_before_it(shared_file: Path, older: bool) -> None:
+    with mapped(shared_file) as process:
+        kill_family(process.pid, "no mark", since=time.time() + (60 if older else -60))
+    assert shared_file.exists() is older
+
+
+_ENDS_AFTER_ITS_CHILDREN = """
+import os, sys
+from pathlib import Path
+from drivetrain.process.process_tree import end_own_family, list_shared_memory
+files = [Path("/dev/shm") / name.format(os.getpid()) for name in sys.argv[1:]]
+for file in files:
+    file.write_bytes(b"a")
+list_shared_memory(files, Path(os.environ["DRIVETRAIN_HOST_FOLDER"]), 0)
+print(*files, flush=True)
+end_own_family()
+"""
+
+
+def test_a_host_that_outlives_its_engine_removes_what_was_listed(tmp_path: Path) -> None:
+    """None of these is mapped by then, and one bears the host's own number."""
+    marks = {MARK: "a host of this test", SCRATCH: str(tmp_path / "scratch")}
+    (tmp_path / "scratch").mkdir()
+    names = [f"drivetrain-test-{uuid.uuid4().hex}", "engine_mq_{}_" + uuid.uuid4().hex]
+    ended = subprocess.run(
+        [sys.executable, "-c", _ENDS_AFTER_ITS_CHILDREN, *names],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        start_new_session=True,
+        env={**os.environ, **marks},
+    )
+    files = [Path(file) for file in ended.stdout.split()]
+    assert len(files) == 2
+    left = [file for file in files if file.exists()]
+    for file in left:
+        file.unlink()
+    assert not left
+
+
+@pytest.mark.parametrize("name", [b"a\nb", b"\xff", b"a b"])
+def test_memory_of_any_name_is_listed_and_removed(tmp_path: Path, name: bytes) -> None:
+    files = [tmp_path / os.fsdecode(name), tmp_path / "plain"]
+    for file in files:
+        file.write_bytes(b"")
+    list_shared_memory(files, tmp_path, 0)
+    unlink_listed(tmp_path)
+    assert [file.exists() for file in files] == [b"\n" in name, False], "a name with a line break is left"
 
 
 _HOLDS_MEMORY = """

@@ -144,7 +144,7 @@ class HostProcess:
         try:
             self._watch()
         finally:
-            kill_family(self.pid, self._mark, self._shared_memory or ())
+            kill_family(self.pid, self._mark, self._shared_memory or (), self._since)
             try:
                 how = ending(self._process.wait(_GRACE_S))
             except subprocess.TimeoutExpired:
@@ -199,6 +199,8 @@ class HostProcess:
         """List the files for the next engine on this machine, which finds them if this process is killed too."""
         try:
             list_shared_memory(files, self._scratch.path, self._since)
+        except FileNotFoundError:
+            pass  # the host has ended, and removed its folder
         except OSError as error:
             _logger.warning("shared memory of the host process %d would stay if all were killed: %s", self.pid, error)
 

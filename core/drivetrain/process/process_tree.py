@@ -15,6 +15,8 @@ from typing import Final
 
 import psutil
 
+from drivetrain.backend.toolkit.owned_folder import LOCK
+
 MARK: Final = "DRIVETRAIN_HOST"
 """Environment variable of the host and its descendants; its value identifies the host."""
 
@@ -52,11 +54,17 @@ def family(host: int, mark: str) -> list[psutil.Process]:
     return [process for process in found if process.pid != os.getpid()]
 
 
-def kill_family(host: int, mark: str, known: Iterable[Path] = ()) -> None:
+def kill_family(host: int, mark: str, known: Iterable[Path] = (), since: float = 0.0) -> None:
     """Kill (SIGKILL) all processes of a host and wait until they are gone; log any that remain.
 
-    Also removes their shared memory, which killed processes leave behind. ``known`` lists files seen in use earlier:
-    the files of a process that is already dead cannot be found.
+    Also removes their shared memory, which killed processes leave behind.
+
+    Args:
+        host: Process id of the host.
+        mark: Value of :data:`MARK` in its environment.
+        known: Files seen in use earlier: those of a process that is already dead cannot be found.
+        since: Time of the host's start, in seconds since the epoch. Files that did not change from then on, such as a
+            dataset, are kept.
     """
     left: list[psutil.Process] = []
     killed: set[int] = set()
@@ -76,9 +84,17 @@ def kill_family(host: int, mark: str, known: Iterable[Path] = ()) -> None:
         patience = time.monotonic() + _PATIENCE_S
         while any(map(runs, left)) and time.monotonic() < patience:
             time.sleep(0.005)
-    unlink(_left_by(killed, files))
+    unlink(_left_by(killed, {file for file in files if _changed_since(file, since)}))
     if left := [process for process in left if runs(process)]:
         _logger.error("these processes of an engine's host do not end: %s", ", ".join(map(str, left)))
+
+
+def _changed_since(file: Path, since: float) -> bool:
+    """Return False for a file that was there before the host, such as a dataset, and for one that is gone."""
+    try:
+        return file.stat().st_ctime >= since
+    except OSError:
+        return False
 
 
 def shared_memory_of(processes: Iterable[psutil.Process]) -> set[Path]:
@@ -130,7 +146,7 @@ def list_shared_memory(files: Iterable[Path], folder: Path, since: float) -> Non
             status = file.stat()
             if status.st_ctime >= since:
                 lines.append(f"{status.st_ino} {file}\n")
-    (folder / _LIST).write_text("".join(lines), encoding="utf-8")
+    (folder / _LIST).write_bytes(os.fsencode("".join(lines)))
 
 
 def unlink_listed(folder: Path) -> None:
@@ -139,14 +155,25 @@ def unlink_listed(folder: Path) -> None:
     Raises:
         BlockingIOError: A process of the host outlives it, and uses a file: nothing was removed.
     """
-    with suppress(FileNotFoundError):  # no list: the host had not started; or a file is gone meanwhile
-        *lines, _ = (folder / _LIST).read_text(encoding="utf-8").split("\n")  # the last one may be cut off
-        listed = {Path(path): int(inode) for inode, path in (line.split(maxsplit=1) for line in lines)}
-        files = {file for file, inode in listed.items() if file.exists() and file.stat().st_ino == inode}
-        used = files & shared_memory_of(psutil.process_iter()) if files else set()
-        if used:
-            raise BlockingIOError(f"still in use: {', '.join(map(str, used))}")
-        unlink(files)
+    files = _listed(folder)
+    used = files & shared_memory_of(psutil.process_iter()) if files else set()
+    if used:
+        raise BlockingIOError(f"still in use: {', '.join(map(str, used))}")
+    unlink(files)
+
+
+def _listed(folder: Path) -> set[Path]:
+    """Return the listed files that are still there."""
+    try:
+        *lines, _ = os.fsdecode((folder / _LIST).read_bytes()).split("\n")  # the last one may be cut off
+    except FileNotFoundError:
+        return set()  # the host had not started
+    files: set[Path] = set()
+    for inode, _, path in (line.partition(" ") for line in lines):
+        with suppress(FileNotFoundError, ValueError):  # removed meanwhile; the second line of a name with a line break
+            if Path(path).stat().st_ino == int(inode):
+                files.add(Path(path))
+    return files
 
 
 def unlink(files: Iterable[Path]) -> None:
@@ -160,15 +187,33 @@ def end_own_family() -> None:
     mark = os.environ.get(MARK)
     if mark is None:
         return  # started by hand: its session may hold foreign processes
-    kill_family(os.getsid(0), mark)
+    scratch = os.environ.get(SCRATCH)
+    folder = None if scratch is None else Path(scratch)
+    known = set() if folder is None else _listed(folder)
+    kill_family(os.getsid(0), mark, known, 0.0 if folder is None else _begun(folder))
+    _unlink_own(known)
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             continue
     except ChildProcessError:
         pass  # no children left
-    scratch = os.environ.get(SCRATCH)
-    if scratch is not None:
-        shutil.rmtree(scratch, ignore_errors=True)
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _begun(folder: Path) -> float:
+    """Return when a host's temporary folder was made, in seconds since the epoch; 0 if that is not known."""
+    try:
+        return (folder / LOCK).stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _unlink_own(known: Collection[Path]) -> None:
+    """Remove listed files, also this process's own. Those that others use, or that bear the trainer's number, stay."""
+    own = {file for file in known if str(os.getppid()) not in _NUMBERS.findall(file.name)}
+    if own:
+        unlink(own - shared_memory_of(process for process in psutil.process_iter() if process.pid != os.getpid()))
 
 
 def end_with(host: int) -> None:

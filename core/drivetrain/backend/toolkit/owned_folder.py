@@ -17,7 +17,7 @@ from typing import Final
 
 _logger: Final = logging.getLogger("drivetrain.folders")
 
-_LOCK: Final = "lock"
+LOCK: Final = "lock"
 """Name of the lock file. It holds the name of the owners' host: a network's file system may not lock across hosts."""
 _LOCKING: Final = "locking"
 """Its name until it is locked."""
@@ -114,7 +114,7 @@ def _remove_orphan(folder: Path, before: Callable[[Path], None]) -> None:
     if folder.lstat().st_uid != os.getuid():
         return
     try:
-        lock = (folder / _LOCK).open("r+b")
+        lock = (folder / LOCK).open("r+b")
     except FileNotFoundError:
         aged = time.time() - folder.stat().st_mtime > _UNLOCKED_S
         if aged and [entry.name for entry in folder.iterdir()] == [_LOCKING]:
@@ -133,7 +133,7 @@ def _remove(folder: Path) -> None:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
                 shutil.rmtree(entry.path)
-            elif entry.name != _LOCK:
+            elif entry.name != LOCK:
                 os.unlink(entry.path)
     shutil.rmtree(folder)
 
@@ -157,5 +157,5 @@ def _locked(folder: Path) -> int | None:
         os.close(lock)
         (folder / _LOCKING).unlink()
         return None
-    (folder / _LOCKING).rename(folder / _LOCK)  # the final name never exists unlocked
+    (folder / _LOCKING).rename(folder / LOCK)  # the final name never exists unlocked
     return lock
