@@ -10,10 +10,10 @@ import queue
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Executor, Future
 from contextlib import ExitStack, aclosing
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar, TypeVarTuple, Unpack
 
 from drivetrain.attached.engine import attach
 from drivetrain.backend.base import ModelInfo
@@ -23,11 +23,36 @@ from drivetrain.engine.engine import InferenceEngine
 from drivetrain.engine.states import EngineState
 from drivetrain.errors import EngineDied, EngineError, EngineStateError, InvalidRequest
 from drivetrain.types.capability import Capability
-from drivetrain.types.config import EngineConfig
+from drivetrain.types.config import EngineConfig, Isolation
 from drivetrain.types.handle import EngineHandle
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_Ts = TypeVarTuple("_Ts")
+
+
+class _Loop(asyncio.SelectorEventLoop):
+    """An event loop that starts no thread while the interpreter ends, which then has none to give."""
+
+    interpreter_ends = False
+
+    def run_in_executor(
+        self, executor: Executor | None, func: Callable[[Unpack[_Ts]], _R], *args: *_Ts
+    ) -> asyncio.Future[_R]:
+        """Run a call in a thread, or at once in the loop's own."""
+        if not self.interpreter_ends:
+            return super().run_in_executor(executor, func, *args)
+        done: asyncio.Future[_R] = self.create_future()
+        try:
+            done.set_result(func(*args))
+        except Exception as error:
+            done.set_exception(error)
+        return done
+
+    async def shutdown_default_executor(self, *args: Any) -> None:
+        """Wait for the threads of calls, unless the interpreter has waited for them."""
+        if not self.interpreter_ends:
+            await super().shutdown_default_executor(*args)
 
 
 class _LoopThread:
@@ -41,21 +66,32 @@ class _LoopThread:
         self._process = os.getpid()
         self._turn = threading.Lock()
         """Held while work is handed over, or the loop is told to close: no work comes after that."""
-        self._thread = threading.Thread(
-            target=lambda: asyncio.run(self._until_closed(running)), name="drivetrain-sync-engine", daemon=True
-        )
+        self._thread = threading.Thread(target=self._run, args=(running,), name="drivetrain-sync-engine", daemon=True)
         self._thread.start()
         running.wait()
 
+    def _run(self, running: threading.Event) -> None:
+        self._loop = _Loop()
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._until_closed(running))
+
     async def _until_closed(self, running: threading.Event) -> None:
-        self._loop = asyncio.get_running_loop()
         self._closing = asyncio.Event()
         running.set()
         await self._closing.wait()
 
+    @property
+    def is_in_this_process(self) -> bool:
+        """False in a process forked from the loop's, which lacks its thread."""
+        return os.getpid() == self._process
+
+    def start_no_threads(self) -> None:
+        """Call this when the interpreter ends."""
+        self._loop.interpreter_ends = True
+
     def require_other_thread(self) -> None:
         """Raise if the caller would wait forever: in the loop's own thread, or in a process that lacks the thread."""
-        if os.getpid() != self._process:
+        if not self.is_in_this_process:
             raise EngineStateError(
                 f"process {os.getpid()} was forked from the engine's, {self._process}, and lacks its thread; attach to "
                 "engine.handle() here, or make an engine of its own"
@@ -138,8 +174,8 @@ class SyncEngine:
 
     Its calls are those of :class:`InferenceEngine`, with the same arguments, results and errors. They run in an event
     loop of its own, in a thread of its own, so any number of threads may call at once. If a call is interrupted, as by
-    Ctrl-C, or a stream is left, its requests are aborted. An engine that is still open when the interpreter ends is
-    closed then.
+    Ctrl-C, or a stream is left, its requests are aborted. An inline engine that is still open when the interpreter ends
+    is closed then.
     """
 
     def __init__(self, engine: InferenceEngine, loop: _LoopThread) -> None:
@@ -189,15 +225,17 @@ class SyncEngine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop the engine."""
-        self.teardown()
+        """Stop the engine; nothing is there to stop in a process forked from its own."""
+        if self._loop.is_in_this_process:
+            self.teardown()
 
     def iterate(self, stream: AsyncGenerator[_R, None]) -> Iterator[_R]:
         """Read an asynchronous generator in the engine's event loop; leaving the iteration closes it.
 
         Raises:
             EngineDied: The engine was closed after it had died.
-            EngineStateError: The engine was closed, or the caller is a callback in the engine's own thread.
+            EngineStateError: The engine was closed, or the caller is a callback in the engine's own thread, or in a
+                process forked from its own.
         """
         pieces: queue.SimpleQueue[tuple[_R] | None] = queue.SimpleQueue()
 
@@ -316,10 +354,12 @@ os.register_at_fork(after_in_child=_made.clear)
 
 @atexit.register
 def _close_all() -> None:
-    """Close engines before the interpreter ends: it would abort if a step of an inline engine were under way."""
+    """Close inline engines before the interpreter ends: it would abort if a step of one were under way."""
     with ExitStack() as closing:
-        for engine in _made:
-            closing.callback(engine.teardown)
+        for engine in list(_made):
+            if type(engine.engine) is InferenceEngine and engine.engine.isolation is Isolation.INLINE:
+                engine._loop.start_no_threads()
+                closing.callback(engine.teardown)
 
 
 def sync_engine(

@@ -228,19 +228,48 @@ def test_ctrl_c_ends_the_call_and_the_engine(model: str) -> None:
     assert (done.returncode, done.stdout) == (0, "interrupted True\n"), done.stderr
 
 
-def test_the_interpreter_ends_while_a_request_runs(model: str) -> None:
+MADE = {
+    "inline": "sync_engine('transformers', model=model)",
+    "hosted": "sync_engine('transformers', model=model, isolation='process')",
+    "fleet": "sync_engine(InferenceEngineClient([create_engine('transformers', model=model) for _ in range(2)]))",
+}
+
+
+@pytest.mark.parametrize("made", MADE.values(), ids=MADE)
+def test_the_interpreter_ends_while_engines_are_open(model: str, made: str) -> None:
+    """An inline engine, which is in the middle of a step, is closed."""
     script = (
         "import sys, threading\n"
-        "from drivetrain import SamplingParams, sync_engine\n"
-        "engine = sync_engine('transformers', model=sys.argv[1])\n"
-        "engine.start()\n"
+        "from drivetrain import EngineError, SamplingParams, create_engine, sync_engine\n"
+        "from drivetrain_fleet import InferenceEngineClient\n"
+        "model = sys.argv[1]\n"
+        f"engine = {made}\n"
+        "engine.__enter__()\n"
         "params = SamplingParams(max_new_tokens=1000, ignore_eos=True)\n"
-        "ask = lambda: print(engine.generate([5], params).completions[0].finish_reason.value)\n"
-        "threading.Thread(target=ask, daemon=True).start()\n"
-        "while not engine.stats().running: pass\n"
+        "def ask():\n"
+        "    try: engine.generate([5], params)\n"
+        "    except EngineError: pass\n"
     )
+    if made in (MADE["inline"], MADE["hosted"]):
+        script += "threading.Thread(target=ask, daemon=True).start()\nwhile not engine.stats().running: pass\n"
     done = warm_python.run("-c", script, model, timeout=HANGING * 3)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_forked_process_leaves_the_block_of_its_parents_engine(model: str) -> None:
+    with sync_engine("transformers", model=model) as engine:
+        pid = os.fork()
+        if not pid:
+            signal.alarm(30)
+            status = 1
+            try:
+                engine.__exit__(None, None, None)
+                status = 0
+            finally:
+                os._exit(status)
+        assert os.waitpid(pid, 0)[1] == 0
+        assert greedy_ids(engine, [5])
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")

@@ -220,12 +220,7 @@ class TransformersBackend(Backend):
 
         if runner is not None and weights is not None:
             await runner.stop_compiling()
-            try:
-                stopping = asyncio.get_running_loop().run_in_executor(None, stop, runner, weights)
-            except RuntimeError:  # the interpreter is ending, and takes no work for threads
-                stop(runner, weights)
-            else:
-                await stopping
+            await asyncio.get_running_loop().run_in_executor(None, stop, runner, weights)
 
     async def died(self) -> EngineError:
         """Wait for the thread to fail, and return the error."""
