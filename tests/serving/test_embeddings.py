@@ -146,7 +146,8 @@ async def test_a_wrong_request_is_refused_by_its_field(
 
 @pytest.mark.parametrize("field", ["chat_template", "messages", "mm_processor_kwargs", "truncate_prompt_tokens"])
 async def test_empty_values_of_fields_that_are_not_honoured_are_taken(embedder: httpx.AsyncClient, field: str) -> None:
-    for empty in (None, False, "", [], {}):
+    values: tuple[object, ...] = (None, False, "", [], {})
+    for empty in values:
         assert await vectors(embedder, input="hello", **{field: empty})
 
 

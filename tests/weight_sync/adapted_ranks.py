@@ -66,6 +66,8 @@ def push_merged(rank: int, kind: str, strategy: str, dim: int) -> list[str]:
         served, target = engine()
         expected, target_of_whole = engine()
         found: list[str] = []
+        last = bits(model(architecture))
+        first = last
         async with WeightSync.connect(policy, target if rank == 0 else None, strategy, bucket_bytes=8192) as sync:
             for step in range(2):
                 before = own_bits(policy)
@@ -82,7 +84,7 @@ def push_merged(rank: int, kind: str, strategy: str, dim: int) -> list[str]:
                         for name, parameter in some.named_parameters():
                             if "lora_" in name or "tokens_delta" in name:
                                 (local(parameter) if some is policy else parameter).mul_(-1.5)
-        if rank == 0 and last == bits(model(architecture)):
+        if rank == 0 and last == first:
             found.append("nothing arrived")
         return found
 
