@@ -212,6 +212,12 @@ class SyncEngine:
                 finally:
                     self._loop.close()
 
+    def end_with_interpreter(self) -> None:
+        """Stop an inline engine as the interpreter ends, which would abort if a step of it were under way."""
+        if type(self.engine) is InferenceEngine and self.engine.isolation is Isolation.INLINE:
+            self._loop.start_no_threads()
+            self.teardown()
+
     def __enter__(self) -> Self:
         """Start the engine, unless it is attached and therefore started."""
         if self.engine.state is EngineState.CREATED:
@@ -354,12 +360,9 @@ os.register_at_fork(after_in_child=_made.clear)
 
 @atexit.register
 def _close_all() -> None:
-    """Close inline engines before the interpreter ends: it would abort if a step of one were under way."""
     with ExitStack() as closing:
         for engine in list(_made):
-            if type(engine.engine) is InferenceEngine and engine.engine.isolation is Isolation.INLINE:
-                engine._loop.start_no_threads()
-                closing.callback(engine.teardown)
+            closing.callback(engine.end_with_interpreter)
 
 
 def sync_engine(

@@ -21,7 +21,7 @@ FOREIGN = {
     "Python, to end its helper processes before processes are counted": "_forkserver _resource_tracker"
     " _forkserver._stop _resource_tracker._stop",
     "torch's modules and storages": "layer._parameters part._parameters module._parameters owner._parameters"
-    " module._buffers owner._buffers _modules _non_persistent_buffers_set _cdata _C"
+    " module._buffers owner._buffers part._buffers _modules _non_persistent_buffers_set _cdata _C"
     " _construct_storage_from_data_pointer _disabled_torch_function_impl",
     "torch's operations": "_foreach_copy_ _foreach_mul_ _foreach_zero_ _local_scalar_dense _schema _to_copy"
     " _unsafe_view",
@@ -30,6 +30,7 @@ FOREIGN = {
     "Triton's interpreter": "_convert_float",
     "transformers": "_attn_implementation Fast._decode type(inner)._decode gate._weight_fp32",
     "SGLang": "_async_d2h _build_transcription_prompt _engine_paused _get_feat_extract_output_lengths"
+    " manager._logical_rids"
     " _manager._dispatch_to_scheduler _request_dispatcher _scheduler_init_result",
     "vLLM": "manager._adapter_manager manager._active_adapters slots._active_adapters manager._registered_adapters"
     " slots._registered_adapters _manager._get_lora_layer_weights _all_stop_token_ids _free_request_blocks"
@@ -40,7 +41,8 @@ FOREIGN = {
     " loop._loop _stop_event _streaming_iter _sync_tool_dicts training._tokenize_prompts"
     " trainer._tokenize_prompts _tool_call_loop",
     "verl": "_ROLLOUT_REGISTRY _get_teacher_sampling_params",
-    "OpenRLHF, AReaL, SkyRL and NeMo-Gym": "_dispatch_prompts_to_vllm _mm_pad_token_ids _workflow_executor"
+    "OpenRLHF, AReaL, SkyRL, NeMo-Gym and slime": "_dispatch_prompts_to_vllm _mm_pad_token_ids _workflow_executor"
+    " SingletonMeta._instances"
     " _get_session _GLOBAL_AIOHTTP_CLIENT",
 }
 """Private members of other projects that are used, by their owner. Ours are not listed here: make them public."""

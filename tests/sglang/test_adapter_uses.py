@@ -54,14 +54,14 @@ class Manager:
     # As hooked -----------------------------------------------------------------------------------------------------
 
     def abort(self, rid: str, reason: dict[str, object] | None = None) -> None:
-        adapter_uses._aborted_in_queue(Manager.aborted, self, SimpleNamespace(rid=rid, finished_reason=reason))
+        adapter_uses.aborted_in_queue(Manager.aborted, self, SimpleNamespace(rid=rid, finished_reason=reason))
 
     def give_up(self, obj: Any) -> None:
-        adapter_uses._given_up(Manager.given_up, self, obj, None)
+        adapter_uses.given_up(Manager.given_up, self, obj, None)
 
     async def answer(self, *ends: tuple[str, str | None]) -> None:
         rids, reasons = zip(*ends, strict=True)
-        await adapter_uses._ended_unheard(Manager.output, self, SimpleNamespace(rids=rids, finished_reasons=reasons))
+        await adapter_uses.ended_unheard(Manager.output, self, SimpleNamespace(rids=rids, finished_reasons=reasons))
 
     async def uses(self) -> int:
         await asyncio.sleep(0)

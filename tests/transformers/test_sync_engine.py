@@ -230,7 +230,6 @@ def test_ctrl_c_ends_the_call_and_the_engine(model: str) -> None:
 
 MADE = {
     "inline": "sync_engine('transformers', model=model)",
-    "hosted": "sync_engine('transformers', model=model, isolation='process')",
     "fleet": "sync_engine(InferenceEngineClient([create_engine('transformers', model=model) for _ in range(2)]))",
 }
 
@@ -250,7 +249,7 @@ def test_the_interpreter_ends_while_engines_are_open(model: str, made: str) -> N
         "    try: engine.generate([5], params)\n"
         "    except EngineError: pass\n"
     )
-    if made in (MADE["inline"], MADE["hosted"]):
+    if made == MADE["inline"]:
         script += "threading.Thread(target=ask, daemon=True).start()\nwhile not engine.stats().running: pass\n"
     done = warm_python.run("-c", script, model, timeout=HANGING * 3)
     assert (done.returncode, done.stderr) == (0, "")

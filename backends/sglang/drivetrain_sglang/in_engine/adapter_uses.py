@@ -29,12 +29,12 @@ def register() -> None:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register(f"{_MANAGER}._handle_abort_req", _aborted_in_queue, HookType.AROUND)
-    HookRegistry.register(f"{_MANAGER}._discard_pending_req_states", _given_up, HookType.AROUND)
-    HookRegistry.register(f"{_MANAGER}._handle_batch_output", _ended_unheard, HookType.AROUND)
+    HookRegistry.register(f"{_MANAGER}._handle_abort_req", aborted_in_queue, HookType.AROUND)
+    HookRegistry.register(f"{_MANAGER}._discard_pending_req_states", given_up, HookType.AROUND)
+    HookRegistry.register(f"{_MANAGER}._handle_batch_output", ended_unheard, HookType.AROUND)
 
 
-def _aborted_in_queue(original: Callable[..., None], manager: Any, message: Any) -> None:
+def aborted_in_queue(original: Callable[..., None], manager: Any, message: Any) -> None:
     """End the use of a request that was aborted before it ran."""
     state = manager.rid_to_state.get(message.rid)
     original(manager, message)
@@ -47,7 +47,7 @@ def _aborted_in_queue(original: Callable[..., None], manager: Any, message: Any)
         _release(manager, _adapter_of(state))
 
 
-def _given_up(original: Callable[..., None], manager: Any, obj: Any, *rest: object) -> None:
+def given_up(original: Callable[..., None], manager: Any, obj: Any, *rest: object) -> None:
     """End the use of a request whose caller stopped waiting: once the scheduler has ended it, if it got that far."""
     held = {rid: state for rid in manager._logical_rids(obj) if (state := manager.rid_to_state.get(rid)) is not None}
     original(manager, obj, *rest)
@@ -61,7 +61,7 @@ def _given_up(original: Callable[..., None], manager: Any, obj: Any, *rest: obje
             _release(manager, adapter)
 
 
-async def _ended_unheard(original: Callable[..., Awaitable[None]], manager: Any, output: Any) -> None:
+async def ended_unheard(original: Callable[..., Awaitable[None]], manager: Any, output: Any) -> None:
     """End the uses of requests that the scheduler has ended, and that nothing waits for."""
     await original(manager, output)
     for rid, reason in zip(output.rids, output.finished_reasons, strict=True):
