@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, StrictBool, StrictInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from drivetrain.checks.pydantic_errors import describe_validation_error
 from drivetrain.create import create_engine
@@ -15,20 +14,19 @@ from drivetrain.types.config import read_yaml
 
 
 class FleetFile(BaseModel):
-    """Engines of a fleet, and how the fleet treats them."""
+    """Engines of a fleet, and arguments of ``InferenceEngineClient``, whose own defaults stand for those left out."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    other_names: ClassVar[dict[str, str]] = {}
 
     engines: dict[str, dict[str, JsonValue]] = Field(
         min_length=1, description="Name of each engine → the fields of its configuration."
     )
-    min_engines: StrictInt = Field(default=1, description="Engines that must commit a weight update.")
-    max_staleness: StrictInt = Field(default=0, description="Versions that a served engine may lag behind.")
-    max_waiting: StrictInt = Field(default=1 << 16, description="Most samples that wait for an engine.")
-    max_samples_per_engine: StrictInt | None = Field(default=None, description="Most samples in one engine.")
-    exact_failover: StrictBool = Field(default=True, description="Draw the same samples at another engine.")
-    resume: StrictBool = Field(default=False, description="Resume requests of a lost engine from their tokens.")
+    min_engines: JsonValue = Field(default=None, description="Engines that must commit a weight update.")
+    max_staleness: JsonValue = Field(default=None, description="Versions that a served engine may lag behind.")
+    max_waiting: JsonValue = Field(default=None, description="Most samples that wait for an engine.")
+    max_samples_per_engine: JsonValue = Field(default=None, description="Most samples in one engine.")
+    exact_failover: JsonValue = Field(default=None, description="Draw the same samples at another engine.")
+    resume: JsonValue = Field(default=None, description="Resume requests of a lost engine from their tokens.")
 
 
 def fleet_of(path: Path) -> InferenceEngine:
@@ -47,7 +45,7 @@ def fleet_of(path: Path) -> InferenceEngine:
         raise InvalidConfig(f"{path}: {message}", field=field) from None
     engines = {name: _engine(path, name, fields) for name, fields in asked.engines.items()}
     try:
-        return InferenceEngineClient(engines, **asked.model_dump(exclude={"engines"}))
+        return InferenceEngineClient(engines, **asked.model_dump(exclude={"engines"}, exclude_unset=True))
     except InvalidConfig as error:
         raise InvalidConfig(f"{path}: {error}", field=error.field) from error
 
