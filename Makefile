@@ -15,6 +15,8 @@ READY := $(VENV)/.ready-$(shell (cat pyproject.toml; echo '$(TORCH)') | sha256su
 # The backend that `make conformance` runs, and the environment that holds it: transformers is in the project's own.
 BACKEND ?= transformers
 ISOLATION ?=
+# How much of the suite `make conformance` runs: quick, smoke, ci or gpu; none: the backend's choice.
+PROFILE ?=
 # The backend of the `drivetrain host` that `make demo BACKEND=remote` starts.
 HOSTED ?= sglang
 # How many faults `make faults` draws; 0: a few, always the same.
@@ -23,7 +25,9 @@ EXAMPLES ?= 0
 CALLS ?= 10000
 # Reports and recordings that are kept; pages of the docs are made from them.
 RESULTS := conformance_tests/results
-REPORT = build/conformance/$(BACKEND)$(if $(ISOLATION),-$(ISOLATION)).json
+# Reports of a quick run are not kept.
+REPORTS = build/conformance$(addprefix /,$(filter quick,$(PROFILE)))
+REPORT = $(REPORTS)/$(BACKEND)$(if $(ISOLATION),-$(ISOLATION)).json
 ENVIRONMENT = $(if $(filter transformers,$(BACKEND)),$(VENV),.venvs/$(BACKEND:-server=))
 # What SGLang and vLLM do only if they are told so when they start.
 SETTINGS = $(SETTINGS_$(BACKEND))
@@ -98,7 +102,7 @@ SCHEMATHESIS ?= schemathesis==4.32.5
 SCHEMATHESIS_READY := .venvs/schemathesis/.ready-$(shell echo '$(SCHEMATHESIS)' | sha256sum | cut -c1-16)
 CASES ?= 5
 
-.PHONY: help setup demo serve-demo test test-unit test-slow test-sglang-server test-vllm-server test-vllm-routes test-sglang-routes test-gateway test-openapi test-status-page test-resume test-asleep test-experts test-trainer-half test-trainers train-skyrl train-areal faults faults-fleet faults-holders fuzz conformance conformance-all conformance-remote conformance-ray conformance-fleet conformance-quantised on-engines beside-engines parity parity-page mutants drawn-mutants mutants-of-engine matrix lint lint-mypy lint-pyright lint-contracts site docs bench clean test-skyrl-client test-openrlhf test-trl demo-trl test-trl-teacher test-verl demo-verl test-embeddings test-weight-groups test-gyms test-slime show-trainers-layers
+.PHONY: help setup demo serve-demo test test-unit test-slow test-sglang-server test-vllm-server test-vllm-routes test-sglang-routes test-gateway test-openapi test-status-page test-resume test-asleep test-experts test-trainer-half test-trainers train-skyrl train-areal faults faults-fleet faults-holders fuzz conformance conformance-all conformance-quick conformance-remote conformance-ray conformance-fleet conformance-quantised on-engines beside-engines quick-on-engines quick-beside-engines parity parity-page mutants drawn-mutants mutants-of-engine matrix lint lint-mypy lint-pyright lint-contracts site docs bench clean test-skyrl-client test-openrlhf test-trl demo-trl test-trl-teacher test-verl demo-verl test-embeddings test-weight-groups test-gyms test-slime show-trainers-layers
 .PHONY: environments environment-transformers environment-echo environment-trainer environment-trainers environment-sglang environment-sglang-server environment-vllm environment-vllm-server environment-openrlhf environment-trl environment-verl
 
 help: ## show this list
@@ -140,7 +144,7 @@ $(HTTP_TRAINER_READY): $(READY) | pyproject.toml
 	@.venvs/http-trainer/bin/python -m pip install --quiet --disable-pip-version-check '$(TORCH)' '$(NEWEST_TRANSFORMERS)' httpx
 	@rm -f .venvs/http-trainer/.ready-* && touch $@
 
-test: environments test-unit conformance-all ## run all tests but the slow ones, and the conformance suite on every backend
+test: environments test-unit conformance-quick ## run all tests but the slow ones, and the conformance suite on every backend
 
 # Two targets at once, each of about one core; what they say is not mixed.
 BESIDE = --jobs=2 --output-sync=target
@@ -438,7 +442,7 @@ test-experts: environment-$(BACKEND) ## BACKEND=sglang or vllm takes stacked exp
 		--noconftest -p no:cacheprovider tests/weight_sync/experts_with_an_engine.py $(ARGS)
 
 conformance: environment-$(BACKEND) ## run the conformance suite on BACKEND, in an environment of its own
-	@$(ENGINE_ENV) OMP_NUM_THREADS=1 $(ENVIRONMENT)/bin/drivetrain conformance $(BACKEND) $(if $(ISOLATION),--isolation $(ISOLATION)) $(SETTINGS) --fork-hosts --report $(REPORT) $(ARGS)
+	@$(ENGINE_ENV) OMP_NUM_THREADS=1 $(ENVIRONMENT)/bin/drivetrain conformance $(BACKEND) $(if $(ISOLATION),--isolation $(ISOLATION)) $(addprefix --profile ,$(PROFILE)) $(SETTINGS) --fork-hosts --report $(REPORT) $(ARGS)
 
 environment-transformers: $(READY)
 
@@ -491,7 +495,7 @@ conformance-quantised: environment-vllm environment-sglang ## push weights to en
 
 # With the suite's own seed, token 66 of one retracted sample is drawn within rounding of the border between two tokens.
 conformance-fleet: environment-$(BACKEND) ## run the suite on fleets of two engines of BACKEND
-	@$(MAKE) --no-print-directory conformance REPORT=build/conformance/$(BACKEND)-fleet.json ARGS='--fleet --profile smoke --seed 1 $(ARGS)'
+	@$(MAKE) --no-print-directory conformance REPORT=$(REPORTS)/$(BACKEND)-fleet.json PROFILE=$(or $(PROFILE),smoke) ARGS='--fleet --seed 1 $(ARGS)'
 
 # What each engine answers to the same requests, each asked in its own environment.
 parity: environment-sglang environment-vllm $(READY) ## compare the answers of transformers, SGLang and vLLM
@@ -506,7 +510,7 @@ parity-page: $(READY) ## keep the recordings of build/parity, and render them in
 	@cp build/parity/*-cpu.json $(RESULTS)/parity/
 	@$(BIN)/drivetrain parity $(RESULTS)/parity/*.json --output docs/reference/parity.md
 
-conformance-all: $(READY) ## the suite on every backend, their parity, and whether the docs are current
+conformance-all: $(READY) ## the whole suite on every backend, their parity, and whether the docs are current; an hour and a half
 	@rm -rf build/conformance
 	@$(MAKE) --no-print-directory environment-transformers environment-echo
 	@$(MAKE) --no-print-directory environment-sglang environment-vllm
@@ -528,6 +532,27 @@ beside-engines:
 	@$(MAKE) --no-print-directory conformance-fleet
 	@$(MAKE) --no-print-directory parity
 	@.venvs/echo/bin/python -m pytest -q $(ECHO) -k "generate or stop or errors" # the pytest class; its cases ran above
+
+# Whole on transformers and the example; where engines start slowly, without the slow cases.
+conformance-quick: $(READY) ## the suite on every backend, without the slow cases but on transformers, and whether the docs are current
+	@rm -rf build/conformance
+	@$(MAKE) --no-print-directory environment-transformers environment-echo
+	@$(MAKE) --no-print-directory environment-sglang environment-vllm
+	@$(MAKE) --no-print-directory $(BESIDE) quick-on-engines quick-beside-engines
+	@$(BIN)/drivetrain matrix --check docs/reference --kept $(RESULTS) build/conformance/*.json build/conformance/quick/*.json
+
+quick-on-engines:
+	@$(MAKE) --no-print-directory conformance BACKEND=sglang PROFILE=quick
+	@$(MAKE) --no-print-directory conformance BACKEND=vllm PROFILE=quick
+	@$(MAKE) --no-print-directory parity
+
+quick-beside-engines:
+	@# A trainer on one Python and SGLang on another, whose host is no forked one.
+	@OMP_NUM_THREADS=1 $(BIN)/drivetrain demo --backend sglang --isolation process --set python=$(abspath .venvs/sglang/bin/python) --steps 3 --no-plot
+	@$(MAKE) --no-print-directory conformance BACKEND=transformers
+	@$(MAKE) --no-print-directory conformance BACKEND=echo
+	@.venvs/echo/bin/python -m pytest -q $(ECHO) -k "generate or stop or errors" # the pytest class; its cases ran above
+	@$(MAKE) --no-print-directory conformance-fleet PROFILE=quick
 
 mutants: $(READY) ## wrong backends and servers, of which the suite must catch each, and wrong fleets, of which their tests must: half an hour
 	@OMP_NUM_THREADS=1 $(BIN)/drivetrain conformance --mutants $(ARGS)

@@ -96,7 +96,7 @@ def conformance(
         list[str] | None, typer.Option(metavar="GROUP/NAME", help="Run only this case; repeatable.")
     ] = None,
     profile: Annotated[
-        str | None, typer.Option(help="Amount of work: smoke, ci or gpu.", show_default="the suite's: ci")
+        str | None, typer.Option(help="Amount of work: quick, smoke, ci or gpu.", show_default="the suite's: ci")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of everything random.", show_default="the suite's: 0")] = None,
     report: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the report to this file, as JSON.")] = None,

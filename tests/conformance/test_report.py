@@ -13,6 +13,7 @@ import pytest
 from drivetrain import Capability, InvalidConfig
 from drivetrain_conformance.cases import all_cases
 from drivetrain_conformance.harness.report_files import CaseEntry, write_json
+from drivetrain_conformance.harness.run_profile import LEFT_OUT
 from drivetrain_conformance.harness.verdict import Verdict
 from drivetrain_conformance.reports.matrix import differences, render_markdown, render_svg, sections
 from drivetrain_conformance.reports.report import (
@@ -186,3 +187,11 @@ def test_a_kept_report_is_current_only_while_verdicts_cases_and_claims_are_the_s
     first = CapabilityEntry("abort", True, Verdict.PASSED, "")
     more = dataclasses.replace(kept, capabilities=[first, *kept.capabilities])
     assert differences(more, kept) == ["abort: absent in the kept report, claimed=True now"]
+
+
+def test_slow_cases_that_a_quick_run_leaves_out_make_no_kept_report_stale() -> None:
+    kept = report(entry("stop/x", Verdict.PASSED), entry("stop/y", Verdict.PASSED))
+    quick = report(entry("stop/x", Verdict.PASSED), entry("stop/y", Verdict.NOT_RUN, message=LEFT_OUT))
+    assert differences(quick, kept) == []
+    lacking = report(entry("stop/x", Verdict.PASSED), entry("stop/y", Verdict.NOT_RUN, message="no GPU"))
+    assert differences(lacking, kept) == ["stop/y: passed in the kept report, not_run now"]

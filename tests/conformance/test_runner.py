@@ -19,11 +19,11 @@ from drivetrain_conformance.assets.served_models import ModelKind
 from drivetrain_conformance.cases import GROUPS, all_cases
 from drivetrain_conformance.harness.capability_results import CapabilityResults
 from drivetrain_conformance.harness.case import Body, Case, Hardware
-from drivetrain_conformance.harness.run_profile import Profile
+from drivetrain_conformance.harness.run_profile import LEFT_OUT, PROFILES, Profile
 from drivetrain_conformance.harness.runner import CaseResult, Runner
 from drivetrain_conformance.harness.suite import suite_of
 from drivetrain_conformance.harness.testbench import Bench, in_time
-from drivetrain_conformance.harness.verdict import Verdict
+from drivetrain_conformance.harness.verdict import Judgement, Verdict
 
 QUICK = Profile("quick", examples=1, histories=1, steps=1, samples=16, cycles=1, case_timeout=60)
 
@@ -306,6 +306,28 @@ def test_one_failed_case_fails_its_capabilities() -> None:
 def test_every_capability_is_needed_by_a_case() -> None:
     needed = {capability for case in all_cases() for capability in case.needs}
     assert {capability.value for capability in Capability} - {capability.value for capability in needed} == set()
+
+
+def test_every_capability_and_every_group_is_seen_without_the_slow_cases() -> None:
+    quick = [case for case in all_cases() if not case.slow]
+    assert set(Capability) - {capability for case in quick for capability in case.needs} == set()
+    assert {case.group for case in quick} == set(GROUPS)
+
+
+def test_a_slow_case_is_run_unless_the_profile_leaves_slow_cases_out() -> None:
+    ran: list[str] = []
+
+    def body(bench: Bench) -> None:
+        ran.append(bench.profile.name)
+
+    slow = Case("made_up", "slow", "A made-up case.", frozenset(), body, own_engine=True, slow=True)
+    found = {}
+    for name in ("quick", "smoke", "ci"):
+        with Runner(suite_of("transformers")(), profile=PROFILES[name]) as runner:
+            found[name] = runner.execute(slow).judgement
+    assert ran == ["smoke", "ci"]
+    assert found["quick"] == Judgement(Verdict.NOT_RUN, LEFT_OUT)
+    assert {found["smoke"].verdict, found["ci"].verdict} == {Verdict.PASSED}
 
 
 def test_every_group_has_cases_that_say_what_must_hold() -> None:

@@ -67,7 +67,7 @@ async def each_prompt_has_a_vector(bench: Bench) -> None:
         await check_one_version(bench, bench.engine.encode, expect, off, checkpoints)
 
 
-@case(Capability.EMBED, config=_CONFIG, own_engine=True)
+@case(Capability.EMBED, config=_CONFIG, own_engine=True, slow=True)
 async def the_pooling_of_the_folder_is_applied_or_refused(bench: Bench) -> None:
     """A folder whose sentence-transformers files ask for the mean of all tokens' states gets it, or is refused.
 
@@ -135,7 +135,7 @@ async def different_prompts_differ(bench: Bench) -> None:
     assert cosines.max() < 1 - 1e-4, f"two different prompts point the same way: {cosines.round(4).tolist()}"
 
 
-@case(Capability.EMBED, config=_CONFIG)
+@case(Capability.EMBED, config=_CONFIG, slow=True)
 async def a_batch_changes_no_vector(bench: Bench) -> None:
     """A prompt's vector is the same alone and among prompts of other lengths, within rounding.
 

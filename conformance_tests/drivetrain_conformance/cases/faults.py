@@ -42,7 +42,7 @@ HEARTBEAT: Final = 2.0
 # While requests are in flight -----------------------------------------------------------------------------------------
 
 
-@case(own_engine=True)
+@case(own_engine=True, slow=True)
 async def a_host_killed_while_it_generates(bench: Bench) -> None:
     """When the host is killed every caller gets EngineDied in time; the trainer lives on and can open another."""
     async with _hosted(bench) as engine:
@@ -165,7 +165,7 @@ async def a_host_killed_while_it_sleeps(bench: Bench) -> None:
         await _is_failed(engine, prompt)
 
 
-@case(own_engine=True)
+@case(own_engine=True, slow=True)
 async def a_host_killed_while_it_is_closed(bench: Bench) -> None:
     """If the host is killed while it is being closed, closing raises no error, and leaves nothing behind."""
     async with _hosted(bench) as engine:
@@ -217,6 +217,7 @@ async def a_host_killed_during_a_push(bench: Bench) -> None:
     Capability.WEIGHTS_SHARED_MEMORY,
     config={"enable_lora": True, "max_loras": 2, "max_lora_rank": 8},
     own_engine=True,
+    slow=True,
 )
 async def a_host_killed_while_it_takes_an_adapter(bench: Bench) -> None:
     """If the engine is killed while it takes an adapter as tensors, the push ends in EngineDied and frees the memory.

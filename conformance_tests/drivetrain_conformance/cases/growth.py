@@ -35,7 +35,7 @@ _WINDOW: Final = 0.25
 """Seconds of one look at an idle process."""
 
 
-@case()
+@case(slow=True)
 async def requests_leave_nothing_behind(bench: Bench) -> None:
     """Batches, streams, and aborted, cancelled and refused requests leak no memory, thread or descriptor.
 

@@ -188,6 +188,7 @@ async def experts_of_the_prompt_are_the_routers_choice(bench: Bench) -> None:
     Capability.STREAMING,
     model=ModelKind.MOE,
     config={"max_num_batched_tokens": 128, "max_num_seqs": 8},
+    slow=True,
 )
 async def experts_of_the_prompt_are_whole_however_it_is_read(bench: Bench) -> None:
     """A prompt has all its experts if it is read in chunks, and if a request that asked for none had it cached.

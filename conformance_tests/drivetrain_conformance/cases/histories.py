@@ -106,7 +106,7 @@ def random_pauses_keep_the_contract(bench: Bench) -> None:
     _keeps_the_contract(bench, Family.REQUESTS, Family.PAUSES, begins=begins, share=_SOME)
 
 
-@case(Capability.ABORT, Capability.PAUSE_ABORT, Capability.SLEEP_KV_CACHE)
+@case(Capability.ABORT, Capability.PAUSE_ABORT, Capability.SLEEP_KV_CACHE, slow=True)
 def random_sleeps_keep_the_contract(bench: Bench) -> None:
     """In any order of requests, aborts, pauses and sleeps, nothing runs while asleep, and all continues once awake."""
     asleep = Sleep(_KV_CACHE, InFlight.ABORT)
@@ -147,6 +147,7 @@ def _decided(bench: Bench) -> Path:
     Capability.PAUSE_ABORT,
     Capability.WEIGHTS_DISK,
     config={"enable_lora": True, "max_loras": 2, "max_lora_rank": 8},
+    slow=True,
 )
 def random_histories_keep_the_adapter(bench: Bench) -> None:
     """In any order of requests, pauses, sleeps and base updates, a loaded adapter keeps acting on its requests alone.

@@ -174,7 +174,7 @@ async def temperature_is_the_mode_unless_another_is_asked_for(bench: Bench) -> N
         _assert_logprobs(bench, completion, params, LogprobsMode.TEMPERATURE)
 
 
-@case(Capability.LOGPROBS_RAW, config={"logprobs_mode": "raw"})
+@case(Capability.LOGPROBS_RAW, config={"logprobs_mode": "raw"}, slow=True)
 async def the_configured_mode_is_the_default(bench: Bench) -> None:
     """Logprobs requested without a mode are in the engine's configured mode, and say so."""
     params = SamplingParams(temperature=0.5, max_new_tokens=8, logprobs=0)

@@ -761,7 +761,7 @@ async def _check_ended_requests_use_no_adapter(bench: Bench, made: _Made, mode: 
                 await engine.continue_generation()
 
 
-@case(Capability.LORA, Capability.PAUSE_WAIT, Capability.IGNORE_EOS, config=_CONFIG)
+@case(Capability.LORA, Capability.PAUSE_WAIT, Capability.IGNORE_EOS, config=_CONFIG, slow=True)
 async def an_adapter_whose_unload_is_given_up_is_served(bench: Bench) -> None:
     """An unload that is cancelled while it waits for a pause to end changes nothing."""
     engine, made = bench.engine, _make(bench, seed=1)

@@ -599,7 +599,7 @@ _WRITTEN: Final[Mapping[str, Sequence[Payload]]] = {
 """Generated texts, and the arguments of each call of the tool ``add`` that they hold."""
 
 
-@case(Capability.STRUCTURED_REGEX, Capability.STREAMING, own_engine=True)
+@case(Capability.STRUCTURED_REGEX, Capability.STREAMING, own_engine=True, slow=True)
 async def tool_calls_are_read_from_the_text(bench: Bench) -> None:
     """Calls to the tools of a request come back as tool_calls with unique ids, also when streamed.
 
@@ -731,7 +731,7 @@ async def the_served_model_answers_to_its_name(bench: Bench) -> None:
         raise AssertionError("a model that is not served was accepted")
 
 
-@case(Capability.IMAGES, model=ModelKind.VISION)
+@case(Capability.IMAGES, model=ModelKind.VISION, slow=True)
 async def images_in_messages_reach_the_prompt(bench: Bench) -> None:
     """Images in a message's parts take their places in the prompt beside its text."""
     text = {"type": "text", "text": "what is it?"}

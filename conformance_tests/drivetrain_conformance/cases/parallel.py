@@ -46,7 +46,7 @@ ATTEMPTS: Final = 3
 """Attempts at aborts that may arrive too late: two busy ranks may leave a machine little time for anything else."""
 
 
-@case(Capability.TENSOR_PARALLEL, hardware=Hardware.TWO_RANKS, own_engine=True)
+@case(Capability.TENSOR_PARALLEL, hardware=Hardware.TWO_RANKS, own_engine=True, slow=True)
 async def layers_split_over_two_ranks(bench: Bench) -> None:
     """With every layer split over two ranks the answers are the model's own."""
     async with bench.open(tensor_parallel_size=2) as engine:
@@ -102,6 +102,7 @@ async def an_update_reaches_every_rank(bench: Bench) -> None:
     model=ModelKind.MOE,
     hardware=Hardware.TWO_RANKS,
     own_engine=True,
+    slow=True,
 )
 async def an_update_of_a_mixture_reaches_every_rank(bench: Bench) -> None:
     """A mixture whose experts are split over two ranks answers as its latest weights do."""
@@ -121,6 +122,7 @@ async def an_update_of_a_mixture_reaches_every_rank(bench: Bench) -> None:
     Capability.READ_WEIGHTS,
     hardware=Hardware.TWO_RANKS,
     own_engine=True,
+    slow=True,
 )
 async def a_push_reaches_every_rank(bench: Bench) -> None:
     """Weights pushed to two ranks read back as sent; a tensor that arrives altered fails verification."""
@@ -133,6 +135,7 @@ async def a_push_reaches_every_rank(bench: Bench) -> None:
     Capability.READ_WEIGHTS,
     hardware=Hardware.TWO_GPUS,
     own_engine=True,
+    slow=True,
 )
 async def a_push_through_one_gpus_memory_reaches_every_rank(bench: Bench) -> None:
     """Weights pushed through the first GPU's memory reach the rank on that GPU and the rank on a second one."""
@@ -164,6 +167,7 @@ async def a_push_reaches_the_rank_of_each_expert(bench: Bench) -> None:
     config={"enable_lora": True, "max_loras": 1, "max_lora_rank": 8},
     hardware=Hardware.TWO_RANKS,
     own_engine=True,
+    slow=True,
 )
 async def an_adapter_reaches_every_rank(bench: Bench) -> None:
     """An adapter pushed as tensors to two ranks is served by both; one that is refused leaves the old one on both."""
@@ -237,6 +241,7 @@ async def _reaches_every_rank(
     model=ModelKind.LARGE,
     hardware=Hardware.TWO_RANKS,
     own_engine=True,
+    slow=True,
 )
 async def every_rank_gives_its_memory_back(bench: Bench) -> None:
     """Sleep frees memory on each of two ranks; after a wake-up in steps and an update the engine answers as before."""
@@ -282,7 +287,7 @@ async def a_pause_holds_every_replica(bench: Bench) -> None:
             check_greedy(bench, completion, engine, bench.model)
 
 
-@case(Capability.TENSOR_PARALLEL, Capability.ABORT, hardware=Hardware.TWO_RANKS, own_engine=True)
+@case(Capability.TENSOR_PARALLEL, Capability.ABORT, hardware=Hardware.TWO_RANKS, own_engine=True, slow=True)
 async def an_abort_ends_a_request_on_every_rank(bench: Bench) -> None:
     """An abort returns requests that run on two ranks, and the ranks stay in step: later answers are correct."""
     async with bench.open(tensor_parallel_size=2) as engine:

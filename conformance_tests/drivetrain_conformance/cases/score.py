@@ -50,7 +50,7 @@ async def scores_are_the_models(bench: Bench) -> None:
         await check_one_version(bench, partial(_score_wholes, bench), _forward, partial(_far, bench), checkpoints)
 
 
-@case(Capability.REWARD_SCORE, model=ModelKind.REWARD, config=_CONFIG)
+@case(Capability.REWARD_SCORE, model=ModelKind.REWARD, config=_CONFIG, slow=True)
 async def a_batch_changes_no_score(bench: Bench) -> None:
     """A score is the same alone, among others of other lengths, and in another order, within rounding.
 

@@ -331,7 +331,7 @@ async def cached_prefixes_lose_no_position(bench: Bench) -> None:
         check_greedy(bench, completion)
 
 
-@case(*_NEEDS, config=_CHUNKED)
+@case(*_NEEDS, config=_CHUNKED, slow=True)
 async def sequences_of_many_chunks_are_scored_whole(bench: Bench) -> None:
     """Sequences longer than a chunk of the prefill get all their scores, wherever a chunk begins and ends."""
     lengths = [length for length in (127, 128, 129, 256, 257, 300) if length <= bench.engine.model_info.context_length]
@@ -348,7 +348,7 @@ async def sequences_of_many_chunks_are_scored_whole(bench: Bench) -> None:
 # Weights and adapters ------------------------------------------------------------------------------------------------
 
 
-@case(*_NEEDS, Capability.WEIGHTS_DISK, changes_weights=True)
+@case(*_NEEDS, Capability.WEIGHTS_DISK, changes_weights=True, slow=True)
 async def scores_are_of_the_weights_that_are_served(bench: Bench) -> None:
     """After a weight update, scores are those of the new weights, also of sequences that were scored before.
 

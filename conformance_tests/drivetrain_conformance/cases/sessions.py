@@ -148,7 +148,7 @@ async def samples_share_a_cached_prompt(bench: Bench) -> None:
     assert all(sample.cached_tokens > 0 for sample in together[0])
 
 
-@case(Capability.PREFIX_CACHE, own_engine=True)
+@case(Capability.PREFIX_CACHE, own_engine=True, slow=True)
 async def without_prefix_caching_nothing_is_found(bench: Bench) -> None:
     """With enable_prefix_caching=False no prompt is ever found, and it is answered as with the cache.
 

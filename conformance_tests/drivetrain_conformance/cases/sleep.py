@@ -589,7 +589,7 @@ async def _sleeps_on_without_its_holder(bench: Bench) -> None:
 # Memory ---------------------------------------------------------------------------------------------------------------
 
 
-@case(Capability.SLEEP_WEIGHTS, model=ModelKind.LARGE, changes_weights=True)
+@case(Capability.SLEEP_WEIGHTS, model=ModelKind.LARGE, changes_weights=True, slow=True)
 async def the_memory_of_weights_comes_back(bench: Bench) -> None:
     """Sleep frees most of the weights' memory, as the operating system or driver counts it."""
     engine = bench.engine
@@ -620,7 +620,7 @@ def _smallest_matrix(bench: Bench) -> int:
     return dtype.itemsize * min(one.numel() for one in tensors_of(bench.model).values() if one.ndim > 1)
 
 
-@case(Capability.SLEEP_KV_CACHE, model=ModelKind.LARGE)
+@case(Capability.SLEEP_KV_CACHE, model=ModelKind.LARGE, slow=True)
 async def the_memory_of_the_cache_comes_back(bench: Bench) -> None:
     """Sleep frees most of the KV cache's memory, as the operating system or driver counts it.
 
@@ -671,7 +671,7 @@ async def the_memory_of_cuda_graphs_comes_back(bench: Bench) -> None:
     check_same(bench, await bench.greedy(prompts), before)
 
 
-@case(Capability.SLEEP_WEIGHTS, Capability.SLEEP_KV_CACHE, Capability.WEIGHTS_DISK, model=ModelKind.LARGE)
+@case(Capability.SLEEP_WEIGHTS, Capability.SLEEP_KV_CACHE, Capability.WEIGHTS_DISK, model=ModelKind.LARGE, slow=True)
 async def memory_is_taken_again_step_by_step(bench: Bench) -> None:
     """Waking the weights takes only their memory, not the cache's; after an update the engine is as before.
 
@@ -723,7 +723,7 @@ async def kept_weights_give_their_memory_back_too(bench: Bench) -> None:
     check_same(bench, await bench.greedy(prompts, 4), before)
 
 
-@case(Capability.SLEEP_KV_CACHE)
+@case(Capability.SLEEP_KV_CACHE, slow=True)
 async def many_cycles_of_the_cache_hold_no_more_memory(bench: Bench) -> None:
     """In repeated sleep cycles of the KV cache the answers stay the same, and memory does not grow."""
     engine = bench.engine
@@ -741,7 +741,7 @@ async def many_cycles_of_the_cache_hold_no_more_memory(bench: Bench) -> None:
     await _check_cycles(bench, cycle)
 
 
-@case(Capability.SLEEP_WEIGHTS, Capability.SLEEP_KV_CACHE, Capability.WEIGHTS_DISK)
+@case(Capability.SLEEP_WEIGHTS, Capability.SLEEP_KV_CACHE, Capability.WEIGHTS_DISK, slow=True)
 async def many_cycles_give_the_same_answers(bench: Bench) -> None:
     """In repeated cycles of sleep, wake-up and update the answers stay the same, and memory does not grow.
 
@@ -767,7 +767,7 @@ async def many_cycles_give_the_same_answers(bench: Bench) -> None:
     await _check_cycles(bench, cycle)
 
 
-@case(Capability.SLEEP_WEIGHTS, Capability.SLEEP_KV_CACHE, Capability.WEIGHTS_DISK, model=ModelKind.LARGE)
+@case(Capability.SLEEP_WEIGHTS, Capability.SLEEP_KV_CACHE, Capability.WEIGHTS_DISK, model=ModelKind.LARGE, slow=True)
 async def cycles_of_a_large_model_hold_no_more_memory(bench: Bench) -> None:
     """Repeated cycles of sleep, wake-up and update leak no part of a large model's weights."""
     engine = bench.engine

@@ -47,6 +47,10 @@ class Case:
     """The body opens and closes its own engines; the shared engine is closed before it starts."""
     changes_weights: bool = False
     """The body leaves the engine with other weights or another weight version."""
+    slow: bool = False
+    """The body takes many seconds on some engine, and goes deeper into what quicker cases see: not in the profile
+    ``quick``.
+    """
 
     @property
     def id(self) -> str:
@@ -64,6 +68,7 @@ def case(
     hardware: Hardware = Hardware.ANY,
     own_engine: bool = False,
     changes_weights: bool = False,
+    slow: bool = False,
 ) -> Callable[[Body], Body]:
     """Register the decorated function as a case.
 
@@ -86,6 +91,7 @@ def case(
             hardware=hardware,
             own_engine=own_engine,
             changes_weights=changes_weights,
+            slow=slow,
         )
         if not summary:
             raise TypeError(f"{made.id} has no docstring; it must say what holds")

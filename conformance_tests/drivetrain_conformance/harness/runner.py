@@ -22,7 +22,7 @@ from drivetrain_conformance.assets.served_models import ModelKind, Models
 from drivetrain_conformance.harness.capability_results import CapabilityResults
 from drivetrain_conformance.harness.case import Case, Hardware
 from drivetrain_conformance.harness.engine_keeper import EngineKeeper
-from drivetrain_conformance.harness.run_profile import PROFILES, Profile
+from drivetrain_conformance.harness.run_profile import LEFT_OUT, PROFILES, Profile
 from drivetrain_conformance.harness.suite import Suite
 from drivetrain_conformance.harness.testbench import Bench, NoOracle, TooLate
 from drivetrain_conformance.harness.time_limits import Hangs, until_ended
@@ -100,6 +100,8 @@ class Runner:
     def _judged(self, case: Case) -> tuple[Judgement, BaseException | None]:
         if reason := self.suite.left_out(case.id):
             return Judgement(Verdict.NOT_RUN, reason), None
+        if case.slow and not self.profile.slow_cases:
+            return Judgement(Verdict.NOT_RUN, LEFT_OUT), None
         wanted: Mapping[str, object] = case.config
         kind = case.model
         try:

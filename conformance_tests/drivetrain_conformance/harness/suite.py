@@ -26,7 +26,7 @@ class Suite:
     backend: ClassVar[str]
     """Name of the backend under test."""
     profile: ClassVar[str] = "ci"
-    """Size of the run: ``smoke``, ``ci`` or ``gpu``."""
+    """Size of the run: ``quick``, ``smoke``, ``ci`` or ``gpu``."""
     seed: ClassVar[int] = 0
     """Seed of all randomness in the suite."""
     layers: ClassVar[int | None] = None

@@ -9,6 +9,7 @@ from typing import Final
 
 from drivetrain.types.capability import Capability
 from drivetrain_conformance.assets.page_templates import rendered
+from drivetrain_conformance.harness.run_profile import LEFT_OUT
 from drivetrain_conformance.harness.verdict import WORST_FIRST, Verdict
 from drivetrain_conformance.reports.report import Report
 
@@ -82,9 +83,13 @@ def render_svg(reports: Sequence[Report]) -> str:
 
 
 def differences(fresh: Report, kept: Report) -> list[str]:
-    """Return the verdicts in which a fresh report differs from the kept one; empty if the kept one is current."""
-    now = {entry.case: entry.verdict for entry in fresh.cases}
-    then = {entry.case: entry.verdict for entry in kept.cases}
+    """Return the verdicts in which a fresh report differs from the kept one; empty if the kept one is current.
+
+    Slow cases that the fresh report's profile left out are passed over.
+    """
+    left_out = {entry.case for entry in fresh.cases if entry.message == LEFT_OUT}
+    now = {entry.case: entry.verdict for entry in fresh.cases if entry.case not in left_out}
+    then = {entry.case: entry.verdict for entry in kept.cases if entry.case not in left_out}
     found = [
         f"{case}: {_shown(then.get(case))} in the kept report, {_shown(now.get(case))} now"
         for case in sorted(now.keys() | then.keys())

@@ -595,7 +595,7 @@ async def the_model_info_is_true(bench: Bench) -> None:
     assert len(bench.engine.tokenizer) <= info.vocab_size
 
 
-@case(own_engine=True)
+@case(own_engine=True, slow=True)
 async def frequencies_that_depend_on_length_are_right_or_refused(bench: Bench) -> None:
     """A longrope model rotates each row by the factors for its own length, as rows grow, or refuses to start.
 
@@ -669,7 +669,7 @@ async def _check_unusual_model(bench: Bench, what: str) -> None:
         await engine.teardown()
 
 
-@case(own_engine=True)
+@case(own_engine=True, slow=True)
 async def every_file_that_names_an_end_is_heeded(bench: Bench) -> None:
     """If config.json, generation_config.json and the tokenizer each name another EOS, each of them ends a sample.
 

@@ -41,7 +41,7 @@ def _make_recurrent_case(architecture: str, keeps: str) -> None:
     Its answers are those of a plain forward pass in batches, beside aborted rows, through freezes, with cached
     prefixes, with adapters and after updates. An engine that cannot serve it raises InvalidConfig or EngineStartError.
     """
-    case(own_engine=True)(body)
+    case(own_engine=True, slow=True)(body)
 
 
 for _architecture, _keeps in {

@@ -33,7 +33,7 @@ _ROOM: Final = 256 * 1024
 """Models saved between two measurements, and bytes by which memory may grow with each: allocator overhead."""
 
 
-@case(Capability.SAVE_SHARDED, Capability.WEIGHTS_DISK, own_engine=True)
+@case(Capability.SAVE_SHARDED, Capability.WEIGHTS_DISK, own_engine=True, slow=True)
 async def a_saved_folder_loads_again(bench: Bench) -> None:
     """A folder saved after an update is complete: an engine loads it, tokenizer included, and answers alike."""
 
@@ -43,7 +43,7 @@ async def a_saved_folder_loads_again(bench: Bench) -> None:
     await _saved_and_loaded_again(bench, save)
 
 
-@case(Capability.SAVE_REMOTE, Capability.WEIGHTS_DISK, own_engine=True)
+@case(Capability.SAVE_REMOTE, Capability.WEIGHTS_DISK, own_engine=True, slow=True)
 async def a_model_saved_to_a_url_loads_again(bench: Bench) -> None:
     """A model saved to an fsspec URL after an update is complete: an engine that loads it answers alike."""
 
@@ -53,7 +53,7 @@ async def a_model_saved_to_a_url_loads_again(bench: Bench) -> None:
     await _saved_and_loaded_again(bench, save)
 
 
-@case(Capability.SAVE_SHARDED, Capability.WEIGHTS_DISK)
+@case(Capability.SAVE_SHARDED, Capability.WEIGHTS_DISK, slow=True)
 async def what_is_saved_is_what_is_served(bench: Bench) -> None:
     """After an update the new weights are saved, not those loaded at the start; saving disturbs nothing.
 

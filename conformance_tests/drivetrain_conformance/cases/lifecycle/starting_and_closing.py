@@ -478,7 +478,7 @@ async def it_describes_itself(bench: Bench) -> None:
         assert psutil.pid_exists(engine.host_pid)
 
 
-@case(own_engine=True)
+@case(own_engine=True, slow=True)
 async def off_the_main_thread(bench: Bench) -> None:
     """An engine starts and serves off the main thread, leaving signal handlers and GPU variables unchanged.
 
@@ -606,7 +606,7 @@ async def a_start_that_is_cancelled_leaves_nothing(bench: Bench) -> None:
 # Ending ---------------------------------------------------------------------------------------------------------------
 
 
-@case(own_engine=True)
+@case(own_engine=True, slow=True)
 async def two_in_a_row_leave_nothing(bench: Bench) -> None:
     """Engines in one process one after another answer alike and leave no process, thread, file, port or memory.
 
@@ -675,7 +675,7 @@ async def closing_returns_requests_in_flight(bench: Bench) -> None:
     await _everything_is_refused(bench, engine, "closed")
 
 
-@case(own_engine=True)
+@case(own_engine=True, slow=True)
 async def closing_never_hangs(bench: Bench) -> None:
     """Closing ends in time whatever was just requested. Every open call ends too, with an answer or a named error.
 

@@ -106,7 +106,7 @@ async def what_is_no_image_is_refused(bench: Bench) -> None:
                 await bench.engine.generate(chat("image", [ImageInput(url=f"{address}/{path}")]), GREEDY)
 
 
-@case(Capability.IMAGES, model=ModelKind.VISION, config={"media": {**BOUNDS, "allow_private_hosts": False}})
+@case(Capability.IMAGES, model=ModelKind.VISION, config={"media": {**BOUNDS, "allow_private_hosts": False}}, slow=True)
 async def private_hosts_may_be_forbidden(bench: Bench) -> None:
     """With allow_private_hosts=False nothing is fetched from loopback, link-local or private addresses or names.
 

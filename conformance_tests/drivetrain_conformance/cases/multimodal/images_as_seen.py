@@ -123,6 +123,7 @@ async def images_are_tokens_to_penalties(bench: Bench) -> None:
     Capability.LORA,
     model=ModelKind.VISION,
     config={**BOUNDED, "enable_lora": True, "max_lora_rank": 8},
+    slow=True,
 )
 async def adapters_of_a_vision_model_are_applied_or_refused(bench: Bench) -> None:
     """An adapter of a vision model is applied, whether it has the checkpoint's names or those in memory.

@@ -174,7 +174,7 @@ async def a_source_that_is_written_to_during_a_push_is_found(bench: Bench) -> No
     await check_serves(bench, other, NEW)
 
 
-@case(Capability.WEIGHTS_DISK, Capability.PAUSE_WAIT, own_engine=True)
+@case(Capability.WEIGHTS_DISK, Capability.PAUSE_WAIT, own_engine=True, slow=True)
 async def every_step_of_an_update_has_a_deadline(bench: Bench) -> None:
     """A step beyond timeouts.weight_update raises DeadlineExceeded; the engine is dirty only if the update began."""
     later = 2**bench.attempt
@@ -243,6 +243,7 @@ async def _seconds(step: Coroutine[object, object, None]) -> float:
     Capability.PAUSE_RETRACT,
     Capability.VERSION_SPANS,
     changes_weights=True,
+    slow=True,
 )
 async def requests_outlive_an_update_that_breaks_off(bench: Bench) -> None:
     """Requests in flight and new ones wait while the engine is dirty, and complete once an update is committed."""

@@ -66,7 +66,7 @@ async def _follows(bench: Bench, *, share_tensors: bool) -> None:
     await check_serves(bench, other, NEW)
 
 
-@case(Capability.WEIGHTS_BROADCAST, Capability.LOGPROBS_RAW, own_engine=True)
+@case(Capability.WEIGHTS_BROADCAST, Capability.LOGPROBS_RAW, own_engine=True, slow=True)
 async def a_broadcast_equals_a_fresh_load(bench: Bench) -> None:
     """Answers and logprobs after a broadcast are exactly those of an engine that was opened on the weights."""
     await _equals_a_fresh_load(bench, [Strategy.BROADCAST])

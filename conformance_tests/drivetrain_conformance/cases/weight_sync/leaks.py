@@ -24,13 +24,13 @@ from drivetrain_conformance.harness.testbench import Bench
 from drivetrain_weight_sync import Strategy, WeightSync
 
 
-@case(Capability.WEIGHTS_IN_PROCESS, own_engine=True)
+@case(Capability.WEIGHTS_IN_PROCESS, own_engine=True, slow=True)
 async def many_pushes_in_process_leave_nothing_behind(bench: Bench) -> None:
     """Repeated in-process pushes leak no memory, descriptors or files."""
     await _push_many(bench, [Strategy.IN_PROCESS])
 
 
-@case(Capability.WEIGHTS_SHARED_MEMORY, Capability.WEIGHTS_DISK, own_engine=True)
+@case(Capability.WEIGHTS_SHARED_MEMORY, Capability.WEIGHTS_DISK, own_engine=True, slow=True)
 async def many_pushes_on_one_host_leave_nothing_behind(bench: Bench) -> None:
     """Repeated pushes through shared memory and folders leak no memory, descriptors or files."""
     await _push_many(bench, [Strategy.SHARED_MEMORY, Strategy.DISK])

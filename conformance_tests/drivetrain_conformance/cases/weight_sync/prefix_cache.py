@@ -59,6 +59,7 @@ async def a_prefix_of_older_weights_is_kept_by_name(bench: Bench) -> None:
     Capability.PAUSE_IN_PLACE,
     config={"max_num_seqs": _AT_ONCE},
     changes_weights=True,
+    slow=True,
 )
 async def a_frozen_request_leaves_no_stale_prefix(bench: Bench) -> None:
     """The old cache of a request frozen in place through an update is not used by later requests.

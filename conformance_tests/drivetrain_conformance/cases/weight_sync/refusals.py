@@ -162,7 +162,7 @@ async def _refuse_source(bench: Bench, source: WeightSource) -> None:
         check_state(engine, EngineState.READY)
 
 
-@case(Capability.WEIGHTS_BROADCAST, own_engine=True)
+@case(Capability.WEIGHTS_BROADCAST, own_engine=True, slow=True)
 async def a_group_that_nobody_joins_does_not_hang(bench: Bench) -> None:
     """Waiting for a trainer that never joins the group ends in a typed error at its deadline; the engine serves on."""
     engine = bench.create(timeouts={"weight_update": 5})

@@ -84,7 +84,7 @@ async def a_mixture_of_experts_is_served_as_on_disk(bench: Bench) -> None:
     await check_serves(bench, other, NEW)
 
 
-@case(Capability.WEIGHTS_SHARED_MEMORY, own_engine=True)
+@case(Capability.WEIGHTS_SHARED_MEMORY, own_engine=True, slow=True)
 async def tied_weights_are_pushed_once_and_used_twice(bench: Bench) -> None:
     """A model with tied weights accepts them under either name, and uses the new weights in both places.
 
