@@ -52,6 +52,7 @@ def test_a_sound_engine_passes_every_row(model: Path) -> None:
     assert all(0 < (report.row(name).worst or 0) < 1e-5 for name in (*LOGPROBS, *WEIGHTS, "sleep and wake"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_the_rounding_of_a_16_bit_engine_is_that_of_transformers(model: Path, dtype: str) -> None:
     report = check("transformers", model, dtype=dtype)
@@ -59,6 +60,7 @@ def test_the_rounding_of_a_16_bit_engine_is_that_of_transformers(model: Path, dt
     assert re.search(r"errors (0\.9\d|1\.0\d) times plain ones", report.row("rounding").seen)
 
 
+@pytest.mark.slow
 def test_a_model_that_rounding_alone_moves_too_far_is_refused(tmp_path: Path) -> None:
     steep = tiny_model("qwen2", directory=tmp_path / "steep", num_hidden_layers=6, initializer_range=0.4)
     with pytest.raises(InvalidConfig, match=r"rounding to bfloat16 alone .* check it with dtype=float32"):
@@ -66,12 +68,14 @@ def test_a_model_that_rounding_alone_moves_too_far_is_refused(tmp_path: Path) ->
     assert check("transformers", steep).ok
 
 
+@pytest.mark.slow
 def test_a_fault_within_the_tolerance_of_bfloat16_is_more_than_rounding(model: Path) -> None:
     report = check("slightly-wrong-activation", model, dtype="bfloat16")
     assert failed(report) == ["rounding", "where it differs"]
     assert report.row("where it differs").seen.startswith(f"layer {WRONG_LAYER} of 0 to 5, mlp")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("backend", "part"), [("wrong-activation", "mlp"), ("no-rope", "self_attn")])
 def test_the_layer_that_computes_otherwise_is_named(model: Path, backend: str, part: str) -> None:
     report = check(backend, model)
@@ -86,6 +90,7 @@ def test_a_fault_of_sliding_windows_is_told_by_the_context_that_is_still_right()
     assert place.endswith("right with up to 32 tokens of context, and sliding windows hold 32")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "place"), [("wrong-head", "the head"), ("wrong-norm", "the embedding or the final norm")]
 )
@@ -113,6 +118,7 @@ def test_a_tensor_that_a_push_drops_is_named(model: Path) -> None:
     assert f"not as pushed: {DROPPED}" in report.row("pushed weights").seen
 
 
+@pytest.mark.slow
 def test_a_prefix_cached_by_older_weights_is_found(model: Path) -> None:
     report = check("keeps-a-stale-cache", model)
     assert failed(report)[0] == "pushed weights"

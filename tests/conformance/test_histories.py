@@ -345,6 +345,7 @@ def test_updates_in_flight_are_taken_in_the_claimed_mode_alone(models: Models, o
             checker.check(History((LONG_REQUEST, BrokenUpdate(1, mode))))
 
 
+@pytest.mark.slow
 def test_the_suite_looks_at_each_claimed_mode_of_an_update_in_flight(one_mode: type[OneMode]) -> None:
     suite = type("Only", (suite_of("transformers"),), {"backend": one_mode.name})
     cases = [case for case in all_cases() if not case.needs.isdisjoint(IN_FLIGHT.values())]
@@ -363,6 +364,7 @@ class ServesAsleep(Contract):
         return Ruling(dataclasses.replace(awake.after, asleep=self.asleep), awake.refusal)
 
 
+@pytest.mark.slow
 def test_a_difference_is_shrunk(models: Models) -> None:
     with (
         checking(models, contract=ServesAsleep) as checker,
@@ -388,6 +390,7 @@ def broken_backends(tmp_path: Path) -> Iterator[str]:
     unregister(broken_backends_plugin)
 
 
+@pytest.mark.slow
 def test_a_fault_is_shown_by_its_script_on_the_backend_that_has_it_and_on_no_other(
     models: Models, broken_backends: str, tmp_path: Path
 ) -> None:

@@ -162,6 +162,7 @@ async def test_an_engine_that_is_killed_while_it_generates(model: Path, name: st
         assert fleet.report("new").health is Health.STALE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["hosted", "attached"])
 @pytest.mark.parametrize("call", ["prepare_weight_update", "pause_generation", "apply_update"])
 async def test_an_engine_that_is_killed_while_weights_are_pushed(model: Path, name: str, call: str) -> None:
@@ -185,6 +186,7 @@ async def test_an_engine_that_is_killed_while_weights_are_pushed(model: Path, na
         assert versions((await fleet.generate([[1], [2]], GREEDY)).completions) == {"two"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", ["begin_update", "load_buckets", "commit_update"])
 async def test_an_engine_that_is_killed_bucket_by_bucket(model: Path, call: str) -> None:
     async with mixed_fleet(model) as (fleet, hit):
@@ -222,6 +224,7 @@ async def test_too_few_engines_after_a_kill_fail_the_push_and_nothing_is_served(
         assert versions((await fleet.generate([[1], [2], [3]], GREEDY)).completions) == {"two"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", ["pause_generation", "continue_generation", "sleep", "wake_up"])
 async def test_an_engine_that_is_killed_while_all_are_controlled(model: Path, call: str) -> None:
     async with mixed_fleet(model) as (fleet, hit):
@@ -237,6 +240,7 @@ async def test_an_engine_that_is_killed_while_all_are_controlled(model: Path, ca
         assert (await fleet.generate([[1], [2]], GREEDY)).completions
 
 
+@pytest.mark.slow
 async def test_an_engine_that_freezes_is_lost_in_bounded_time(model: Path) -> None:
     async with mixed_fleet(model) as (fleet, hit):
         tasks = await paused_in_flight(fleet, partial(whole_requests, fleet), 2, "hosted")

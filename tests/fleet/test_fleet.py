@@ -369,6 +369,7 @@ async def test_an_engine_that_another_put_to_sleep_is_woken_with_all(model: Path
         assert [member.why for member in fleet.members] == ["", ""]
 
 
+@pytest.mark.slow
 async def test_retracted_requests_stay_through_sleep_and_a_push(model: Path) -> None:
     async with fleet_of(2, model) as fleet:
         task = asyncio.create_task(fleet.generate([[1], [2]], LONG))
@@ -581,6 +582,7 @@ async def test_gpus_are_those_of_the_engines_that_are_in_the_fleet(
         assert set(fleet.gpus) == set(both)
 
 
+@pytest.mark.slow
 async def test_an_engine_that_drains_too_long_stays_draining(model: Path) -> None:
     async with fleet_of(2, model) as fleet:
         task = asyncio.create_task(fleet.generate([[1], [2]], LONG))
@@ -641,6 +643,7 @@ async def hang(*arguments: object) -> object:
     return None
 
 
+@pytest.mark.slow
 async def test_a_pause_that_takes_too_long_is_undone(model: Path) -> None:
     async with fleet_of(2, model) as fleet:
         task = asyncio.create_task(fleet.generate([[1], [2]], LONG))

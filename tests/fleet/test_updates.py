@@ -176,6 +176,7 @@ async def test_an_engine_that_misses_an_update_may_lag_and_its_completions_say_s
         assert versions((await fleet.generate([[i] for i in range(8)], GREEDY)).completions) == {"four"}
 
 
+@pytest.mark.slow
 async def test_an_engine_that_lags_keeps_its_requests_and_follows_a_pause(model: Path) -> None:
     async with fleet_of(2, model, max_staleness=1) as fleet:
         task = asyncio.create_task(fleet.generate([[1, 2], [3, 4]], LONG))
@@ -609,6 +610,7 @@ async def test_an_adapter_whose_folder_is_gone_is_refused_by_name_to_an_engine_t
         assert fleet.health() == ["ready", "ready"]
 
 
+@pytest.mark.slow
 async def test_a_commit_after_which_requests_do_not_go_on_leaves_the_fleet_paused(model: Path) -> None:
     async with fleet_of(2, model) as fleet:
         task = asyncio.create_task(fleet.generate([[1], [2]], LONG))
@@ -629,6 +631,7 @@ async def _broken(*arguments: object) -> object:
     raise BROKEN
 
 
+@pytest.mark.slow
 async def test_after_a_failed_update_no_engine_goes_on_though_another_does_not_freeze(model: Path) -> None:
     async with fleet_of(2, model, min_engines=2) as fleet:
         tasks = [asyncio.create_task(fleet.generate([i, 2], LONG)) for i in range(2)]

@@ -102,6 +102,7 @@ async def test_a_frozen_host(make: Make, ask: Ask) -> None:
     await dies(backend, lambda: os.kill(pid, signal.SIGSTOP), r"was silent for 1\.\d s .timeouts.heartbeat=1.5", ask)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", [1, 2])
 async def test_a_host_in_a_frozen_control_group(make: Make, ask: Ask, version: int, hosts: str) -> None:
     """Version 2 lets a frozen process be killed. Version 1 keeps it: calls fail without waiting for the thaw."""
@@ -178,6 +179,7 @@ async def test_an_engine_whose_child_is_killed(make: Make, ask: Ask) -> None:
     await dies(backend, lambda: os.kill(child, signal.SIGKILL), reason, ask)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("child", "name"), [("child", "sleep"), ("titled child", "engine::rank_1")])
 async def test_an_engine_whose_child_is_frozen(make: Make, ask: Ask, child: str, name: str) -> None:
     backend = make(child, heartbeat=1.5)
@@ -187,6 +189,7 @@ async def test_an_engine_whose_child_is_frozen(make: Make, ask: Ask, child: str,
     await dies(backend, lambda: os.kill(pid, signal.SIGSTOP), reason + r" .timeouts.heartbeat=1.5", ask)
 
 
+@pytest.mark.slow
 async def test_an_engine_whose_child_is_frozen_for_a_moment_lives_on(make: Make, ask: Ask) -> None:
     backend = make("child", heartbeat=1.5)
     await started(backend)
@@ -199,6 +202,7 @@ async def test_an_engine_whose_child_is_frozen_for_a_moment_lives_on(make: Make,
     assert (await backend.generate(ask())).token_ids == [0, 1, 2, 3]
 
 
+@pytest.mark.slow
 async def test_an_engine_that_cannot_look_at_its_child_lives_on(make: Make, ask: Ask) -> None:
     backend = make("child", heartbeat=1.0)
     host = psutil.Process(await started(backend))
@@ -270,6 +274,7 @@ async def test_children_end_with_a_close(make: Make) -> None:
     assert not child.is_running()
 
 
+@pytest.mark.slow
 async def test_a_trainer_that_blocks_its_event_loop_keeps_its_engine(make: Make, ask: Ask) -> None:
     backend = make(heartbeat=0.8, event_loop=0.8)
     await started(backend)

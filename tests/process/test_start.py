@@ -135,6 +135,7 @@ async def test_cancelling_a_start_kills_the_host(make: Make) -> None:
     assert backend.child_processes() == []
 
 
+@pytest.mark.slow
 async def test_a_start_that_blocks_longer_than_the_heartbeat_limits_succeeds(make: Make) -> None:
     await make("long start", heartbeat=0.5, event_loop=0.5).start(print)
 

@@ -77,9 +77,12 @@ class Running:
 
 
 def all_front_ends() -> dict[str, psutil.Process]:
-    """Return the front-ends of all servers in this process that serve, by the path of their sockets."""
+    """Return the front-ends of all servers in this process that serve, by the path of their sockets.
+
+    Of two with one path, the younger: the kernel keeps a frozen one that was killed, and pids begin anew.
+    """
     found: dict[str, psutil.Process] = {}
-    for process in psutil.Process().children():
+    for process in sorted(psutil.Process().children(), key=psutil.Process.create_time):
         with suppress(psutil.NoSuchProcess):
             if "drivetrain_serving.front_ends" in process.cmdline():
                 paths = [str(one.laddr) for one in process.net_connections("unix")]
@@ -262,6 +265,7 @@ async def pieces_of(body: bytes) -> AsyncIterator[bytes]:
         yield body[first : first + (1 << 16)]
 
 
+@pytest.mark.slow
 async def test_adapters_of_a_folder_take_turns_in_two_processes(model: Path, adapters: Path) -> None:
     async with (
         create_engine("transformers", model=str(model), enable_lora=True, max_loras=1) as engine,
@@ -279,6 +283,7 @@ async def test_adapters_of_a_folder_take_turns_in_two_processes(model: Path, ada
         await asyncio.gather(*(ask(client, name) for client in running.each for name in alone for _ in range(6)))
 
 
+@pytest.mark.slow
 async def test_an_engine_that_was_closed_is_still_answered_for(model: Path) -> None:
     async with (
         create_engine("transformers", model=str(model), isolation="inline") as engine,
@@ -321,6 +326,7 @@ async def test_a_front_end_that_is_killed_is_started_again(
     assert not running.front_ends()
 
 
+@pytest.mark.slow
 async def test_a_front_end_that_is_stopped_keeps_nobody_waiting(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Until it is killed, the other front-end answers, and others pause, abort and update the engine."""
     fields = {"model": str(model), "isolation": "inline", "timeouts": {"heartbeat": 2.0}}
@@ -358,6 +364,7 @@ async def test_a_front_end_that_is_stopped_keeps_nobody_waiting(model: Path, cap
     assert not running.front_ends()
 
 
+@pytest.mark.slow
 async def test_a_front_end_that_cannot_be_looked_at_serves_on(
     served: InferenceEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -379,6 +386,7 @@ async def test_a_front_end_that_cannot_be_looked_at_serves_on(
         assert "the kernel keeps it" not in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", [1, 2])
 async def test_a_front_end_in_a_frozen_control_group_is_replaced(
     model: Path, caplog: pytest.LogCaptureFixture, version: int
@@ -409,6 +417,7 @@ async def test_a_front_end_in_a_frozen_control_group_is_replaced(
             assert not running.front_ends()
 
 
+@pytest.mark.slow
 async def test_a_front_end_that_is_stopped_for_a_moment_goes_on(
     served: InferenceEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -423,6 +432,7 @@ async def test_a_front_end_that_is_stopped_for_a_moment_goes_on(
         assert "has been stopped" not in caplog.text
 
 
+@pytest.mark.slow
 async def test_a_server_closes_though_a_front_end_is_stopped(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     fields = {"model": str(model), "isolation": "inline", "timeouts": {"heartbeat": 1.0}}
     async with create_engine("transformers", **fields) as engine:
@@ -441,6 +451,7 @@ async def test_front_ends_begin_before_the_engine_and_end_without_it(served: Inf
     assert not [one for one in processes if one.is_running()]
 
 
+@pytest.mark.slow
 async def test_processes_that_the_engine_forks_keep_no_front_end_waiting(served: InferenceEngine) -> None:
     """They hold copies of the sockets on which front-ends are told their part."""
     config = ServerConfig(port=0, processes=2)

@@ -80,6 +80,7 @@ def front_ends(server: subprocess.Popen[str], count: int = 2) -> list[psutil.Pro
     return found
 
 
+@pytest.mark.slow
 def test_all_processes_let_requests_end(model: Path) -> None:
     body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 600, "ignore_eos": True}
     paths = ["/v1/chat/completions", *(f"/sessions/s{number}/v1/chat/completions" for number in range(3))]
@@ -104,6 +105,7 @@ def test_all_processes_let_requests_end(model: Path) -> None:
     assert [answer.json()["usage"]["completion_tokens"] for answer in answers] == [600] * len(paths)
 
 
+@pytest.mark.slow
 def test_no_process_outlives_one_that_is_killed(model: Path) -> None:
     with serving(model, "--processes", "2") as (server, _):
         processes = front_ends(server)
@@ -112,6 +114,7 @@ def test_no_process_outlives_one_that_is_killed(model: Path) -> None:
         assert not [one for one in processes if one.is_running()]
 
 
+@pytest.mark.slow
 def test_no_process_outlives_one_that_is_killed_while_the_engine_starts(model: Path) -> None:
     command = [sys.executable, "-W", "ignore", "-m", "drivetrain", "serve", "--model", str(model), "--port", "0"]
     with subprocess.Popen([*command, "--processes", "2"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as server:
@@ -150,6 +153,7 @@ asyncio.run(serve(sys.argv[1], int(sys.argv[2])))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", ["1", "2"])
 def test_nothing_of_a_killed_server_is_left_to_processes_that_were_forked_from_it(model: Path, processes: str) -> None:
     command = [sys.executable, "-W", "ignore", "-c", FORKS, str(model), processes]
@@ -176,6 +180,7 @@ def test_nothing_of_a_killed_server_is_left_to_processes_that_were_forked_from_i
         socket.create_server(("127.0.0.1", port)).close()
 
 
+@pytest.mark.slow
 def test_no_front_end_waits_for_a_server_that_was_killed_after_its_engine_had_forked(model: Path) -> None:
     command = [sys.executable, "-W", "ignore", "-c", FORKS, str(model), "2"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
@@ -345,6 +350,7 @@ def test_the_example_trains_over_http() -> None:
     assert "step 29" in done.stdout
 
 
+@pytest.mark.slow
 def test_requests_are_logged_to_stderr_as_bare_lines(model: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore", "-m", "drivetrain", "serve", "--model", str(model), "--port", "0"]
     with (tmp_path / "errors").open("w+") as errors:

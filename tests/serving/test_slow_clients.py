@@ -105,6 +105,7 @@ async def status(reader: asyncio.StreamReader) -> int | None:
 # Requests that do not come ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_headers_that_stop_are_given_up(port: int, engine: InferenceEngine) -> None:
     unfinished = (b"P", b"POST /v1/completions HT", head("/v1/completions"), head("/nowhere") + b"x-long: a")
     assert await asyncio.gather(*(got(port, one) for one in unfinished)) == [[408]] * 4
@@ -395,6 +396,7 @@ async def test_a_body_is_not_given_up_while_its_parts_come(monkeypatch: pytest.M
 # An engine that takes its time ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 async def test_a_long_answer_is_waited_for(port: int, engine: InferenceEngine, stream: bool) -> None:
     """It takes longer than every bound of the server: the engine is paused meanwhile."""

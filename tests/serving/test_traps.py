@@ -256,6 +256,7 @@ async def test_a_client_that_polls_health_while_the_server_sleeps(
         await client.post("/resume")
 
 
+@pytest.mark.slow
 async def test_a_client_that_keeps_a_connection_for_longer_than_five_seconds(server: Server) -> None:
     port = int(server.url.rpartition(":")[2])
     reader, writer = await asyncio.open_connection("127.0.0.1", port)

@@ -88,6 +88,7 @@ async def test_casts_that_lose_nothing_are_made(group: Group, client: httpx.Asyn
     assert same(await answers_of(client), await fresh(rounded, dtype="float32"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("load_format", [None, "flattened_bucket"])
 async def test_a_float32_trainer_updates_a_bfloat16_engine(
     trainer: Trainer, model: Path, other_model: Path, load_format: str | None, caplog: pytest.LogCaptureFixture
@@ -451,6 +452,7 @@ async def test_a_fleet_takes_weights_as_one_server(trainer: Trainer, model: Path
         assert same(await answers_of(client), expected)
 
 
+@pytest.mark.slow
 async def test_two_servers_are_two_ranks_of_one_group(
     trainer: Trainer, client: httpx.AsyncClient, engine: InferenceEngine, model: Path, other_model: Path
 ) -> None:

@@ -122,16 +122,22 @@ async def test_a_tensor_at_an_odd_offset_is_read() -> None:
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def transfer(
-    trainer: Trainer, engine: InferenceEngine, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[Group]:
-    """A server that takes its engine for one with a GPU, and a gloo group in the place of the NCCL communicator."""
+async def with_gpu(engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[httpx.AsyncClient]:
+    """A server that takes its engine for one with a GPU."""
     monkeypatch.setattr(type(engine), "gpus", property(lambda self: ("GPU-of-the-test",)))
     async with (
         Server(engine, ServerConfig(port=0, served_model_name=("policy",))) as server,
         httpx.AsyncClient(base_url=server.url, timeout=HANGING) as client,
-        a_group(trainer, client, name=GROUP) as group,
     ):
+        yield client
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def transfer(
+    trainer: Trainer, engine: InferenceEngine, model: Path, with_gpu: httpx.AsyncClient
+) -> AsyncIterator[Group]:
+    """Such a server, and a gloo group in the place of the NCCL communicator."""
+    async with a_group(trainer, with_gpu, name=GROUP) as group:
         yield group
     await engine.load_weights_from_disk(str(model), "initial")
     await engine.continue_generation()
@@ -214,9 +220,8 @@ async def test_an_update_that_was_not_started_ends_the_group(transfer: Group, ot
     ],
     ids=["none", "unknown key", "no address", "port", "rank", "short id", "no GPU here"],
 )
-async def test_an_init_that_cannot_be_is_refused(transfer: Group, info: object) -> None:
-    (client,) = transfer.clients
-    answer = await client.post("/init_weight_transfer_engine", json={"init_info": info})
+async def test_an_init_that_cannot_be_is_refused(with_gpu: httpx.AsyncClient, info: object) -> None:
+    answer = await with_gpu.post("/init_weight_transfer_engine", json={"init_info": info})
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["message"]
 
@@ -277,10 +282,9 @@ async def test_skyrls_calls_in_the_wrong_order_are_refused(transfer: Group, othe
     ],
 )
 async def test_other_calls_of_workers_are_refused(
-    transfer: Group, body: dict[str, object], status: int, kind: str, text: str
+    with_gpu: httpx.AsyncClient, body: dict[str, object], status: int, kind: str, text: str
 ) -> None:
-    (client,) = transfer.clients
-    answer = await client.post("/collective_rpc", json=body)
+    answer = await with_gpu.post("/collective_rpc", json=body)
     assert answer.status_code == status, answer.text
     assert answer.json()["drivetrain"]["error"] == kind
     assert text in answer.json()["error"]["message"]

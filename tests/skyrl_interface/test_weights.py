@@ -153,6 +153,7 @@ async def test_an_update_is_served_once_every_tensor_has_come(
     assert (await skyrl.check_weight_sync_integrity("step_1"))["version_match"] is True
 
 
+@pytest.mark.slow
 async def test_requests_in_flight_go_on_through_an_overlapped_update(
     skyrl: SkyRLInferenceEngine, engine: InferenceEngine, sender: Sender, other_model: Path
 ) -> None:
@@ -188,6 +189,7 @@ async def test_transfers_are_applied_when_they_are_finished(
     assert await skyrl.get_weight_version() == "3"
 
 
+@pytest.mark.slow
 async def test_an_update_is_applied_also_after_a_transfer_that_was_never_finished(
     skyrl: SkyRLInferenceEngine, sender: Sender, other_model: Path
 ) -> None:
@@ -228,6 +230,7 @@ async def test_a_dtype_that_would_be_rounded_is_refused_unless_it_is_asked_for(
     await rounding.transfers.close()
 
 
+@pytest.mark.slow
 async def test_a_receiver_that_exists_is_kept_if_it_is_not_to_be_replaced(
     skyrl: SkyRLInferenceEngine, sender: Sender, other_model: Path
 ) -> None:

@@ -135,6 +135,7 @@ async def test_prompts_with_sounds_are_scored_and_have_states(folder: Path) -> N
         await check_scores_and_states(engine, MIXED, reference(folder))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [PauseMode.IN_PLACE, PauseMode.RETRACT])
 @tried_again
 async def test_rows_with_sounds_go_on_after_a_pause(folder: Path, mode: PauseMode) -> None:
@@ -142,6 +143,7 @@ async def test_rows_with_sounds_go_on_after_a_pause(folder: Path, mode: PauseMod
         await check_pauses(engine, MIXED, mode)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", list(PauseMode))
 async def test_an_update_of_the_audio_part_takes_effect(folder: Path, mode: PauseMode, tmp_path: Path) -> None:
     other = with_other_weights(
@@ -175,6 +177,7 @@ async def test_requests_with_sounds_can_be_aborted_while_they_are_prepared(folde
     await check_abort_while_prepared(engine_of(folder), MIXED[1])
 
 
+@pytest.mark.slow
 async def test_rows_with_sounds_use_adapters_of_the_language_model(folder: Path, tmp_path: Path) -> None:
     for name in ("stored", "merged", "refused"):
         (tmp_path / name).mkdir()
@@ -188,6 +191,7 @@ async def test_rows_with_sounds_use_adapters_of_the_language_model(folder: Path,
         await check_adapter(engine, MIXED, by, changed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("isolation", ["inline", "process"])
 async def test_streams_have_sounds(folder: Path, isolation: str) -> None:
     async with create_engine("transformers", model=str(folder), isolation=isolation) as engine:

@@ -462,6 +462,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
 async def test_an_owner_that_is_gone_fails_the_calls_of_its_holders(model: Path, kill: int) -> None:
     async with running("-c", OWNER, str(model)) as process:

@@ -160,6 +160,7 @@ async def test_prompts_with_images_are_scored_and_have_states(architecture: str)
         await check_scores_and_states(engine, MIXED, reference(folder))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [PauseMode.IN_PLACE, PauseMode.RETRACT])
 @pytest.mark.parametrize("architecture", ["qwen2_5_vl", "llava"])
 @tried_again
@@ -182,6 +183,7 @@ async def test_an_update_of_the_vision_part_takes_effect(architecture: str, mode
         await check_update(engine, MIXED[1:3], mode, reference(folder), other, Reference(other))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", sorted(VISION_ARCHITECTURES))
 async def test_a_policy_in_memory_is_pushed_in_every_form(architecture: str, tmp_path: Path) -> None:
     folder = tiny_model(architecture)
@@ -252,6 +254,7 @@ async def test_stops_and_seeds_work_beside_images() -> None:
         assert cut.token_ids == whole.token_ids[: whole.token_ids.index(stop) + 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", VISION_ARCHITECTURES)
 async def test_rows_with_images_use_adapters_of_the_language_model(architecture: str, tmp_path: Path) -> None:
     folder = tiny_model(architecture)

@@ -318,6 +318,7 @@ async def test_a_host_that_cannot_start_says_why(model: Path, arguments: tuple[s
         assert not out
 
 
+@pytest.mark.slow
 async def test_a_host_ends_with_its_engine(model: Path) -> None:
     async with host("--model", str(model), "--isolation", "process", key=KEY) as process:
         endpoint = await printed(process, "endpoint")

@@ -800,6 +800,7 @@ async def test_the_event_loop_turns_while_weights_are_read_and_checked() -> None
     await turning
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 async def test_fifty_pushes_leak_no_descriptor_mapping_or_file(strategy: str, tmp_path: Path) -> None:
     def descriptors() -> int:
