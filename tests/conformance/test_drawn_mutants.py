@@ -73,6 +73,7 @@ async def _asks_a_host(bench: Bench) -> None:
     assert one.token_ids != other.token_ids, "the prompts were cut"
 
 
+@pytest.mark.slow
 def test_a_host_process_serves_the_mutant() -> None:
     drawing = Drawing("transformers", 1, 200, frozenset(Capability))
     (cuts,) = (one for one in drawing.mutants() if one.name == "prompt_token_ids keeps its first 1, at temperature 0")

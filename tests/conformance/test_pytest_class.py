@@ -43,6 +43,7 @@ def test_each_case_is_one_test(tmp_path: Path) -> None:
     assert collected == {case.id for case in all_cases()}
 
 
+@pytest.mark.slow
 def test_chosen_cases_pass_and_the_claims_of_those_left_out_are_not_called_seen(tmp_path: Path) -> None:
     chosen = "at_most_max_new_tokens or samples_are_grouped_by_prompt or every_claim"
     done = run_pytest(tmp_path, "", "-k", chosen)
@@ -51,6 +52,7 @@ def test_chosen_cases_pass_and_the_claims_of_those_left_out_are_not_called_seen(
     assert "these cases did not run" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_known_failure_that_passes_fails(tmp_path: Path) -> None:
     known = (
         'known_failures = (KnownFailure("generate/at_most_max_new_tokens", "a bug", "https://example.org", '

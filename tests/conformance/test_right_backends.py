@@ -190,6 +190,7 @@ def judgements(kind: type[CorrectBackend | Generation]) -> dict[str, Judgement]:
         return {name: runner.execute(cases[name]).judgement for name in RIGHT[kind]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", RIGHT, ids=lambda kind: kind.__name__)
 def test_an_engine_that_is_right_is_green(kind: type[CorrectBackend | Generation]) -> None:
     # Cases that measure memory count what is allocated, and a process of many tests has freed memory to hand out again.

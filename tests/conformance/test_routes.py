@@ -413,7 +413,7 @@ async def test_a_streamed_text_may_hold_line_ends_of_unicode() -> None:
     assert stream.is_done
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dialect", [Dialect.VLLM, Dialect.SGLANG])
 async def test_our_server_passes(engine: InferenceEngine, material: Material, dialect: Dialect, processes: int) -> None:
     async with serving(engine, dialect, processes=processes) as url:

@@ -88,6 +88,7 @@ async def test_a_bucket_is_one_collective_for_all_engines(
         await require_serves(fleet, "two")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
 async def test_an_engine_lost_in_a_broadcast_is_named_and_nothing_is_served_until_the_next_push(
     model: Path, collectives: list[Callable[[int], None]], number: signal.Signals

@@ -137,6 +137,7 @@ class History:
         assert {completion.weight_version for completion in output.completions} == {"last"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 async def test_nothing_uncommitted_is_served_whatever_fails(model: Path, seed: int) -> None:
     timeouts = {"control": 2.0, "weight_update": 2.0}

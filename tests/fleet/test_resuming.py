@@ -50,6 +50,7 @@ async def whole(
     return one, one.token_ids, one.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", [streamed, whole])
 async def test_greedy_answers_equal_those_of_an_unbroken_run(model: Path, call: object) -> None:
     ask = streamed if call is streamed else whole

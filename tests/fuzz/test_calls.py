@@ -39,6 +39,7 @@ async def test_calls_with_junk_are_typed_or_right() -> None:
     assert faults == {}
 
 
+@pytest.mark.slow
 async def test_hosted_calls_end_as_inline_calls_do() -> None:
     endings: dict[str, list[str]] = {"inline": [], "process": []}
     for isolation, ended in endings.items():

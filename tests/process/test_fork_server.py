@@ -54,6 +54,7 @@ async def test_a_forked_host_has_the_environment_of_its_trainer(
     assert "starting with marker set after the fork server began" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("plugin")
 def test_hosts_of_a_forked_command_are_forked_as_well() -> None:
     command = ["host", "--backend", "fake", "--model", str(tiny_model("qwen2")), "--isolation", "process"]

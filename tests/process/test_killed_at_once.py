@@ -91,6 +91,7 @@ async def another_engine(model: Path) -> AsyncIterator[InferenceEngine]:
             yield engine
 
 
+@pytest.mark.slow
 async def test_folders_of_a_trainer_and_a_host_that_were_killed_at_once_go_with_the_next(
     model: Path, temporary: Path
 ) -> None:
@@ -107,6 +108,7 @@ async def test_folders_of_a_trainer_and_a_host_that_were_killed_at_once_go_with_
     assert owned(temporary) == []
 
 
+@pytest.mark.slow
 async def test_the_folder_of_a_host_that_outlives_its_trainer_stays_until_it_ends(model: Path, temporary: Path) -> None:
     async with trainer(model) as (process, host):
         os.kill(host, signal.SIGSTOP)

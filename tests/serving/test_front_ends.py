@@ -79,7 +79,7 @@ class Running:
 def all_front_ends() -> dict[str, psutil.Process]:
     """Return the front-ends of all servers in this process that serve, by the path of their sockets.
 
-    Of two with one path, the younger: the kernel keeps a frozen one that was killed, and pids begin anew.
+    The younger of two with one path is returned: the kernel keeps a frozen one that was killed, and pids begin anew.
     """
     found: dict[str, psutil.Process] = {}
     for process in sorted(psutil.Process().children(), key=psutil.Process.create_time):
