@@ -24,7 +24,8 @@ from tests.faults.sender import Job, Report, differing, weights_of
 
 from drivetrain import EngineState, GenerationOutput, InferenceEngine, SamplingParams
 from drivetrain.errors import DeadlineExceeded, EngineDied, EngineStateError, InvalidRequest, from_wire
-from drivetrain.process.process_tree import runs, shared_memory_of
+from drivetrain.process.process_tree import runs
+from drivetrain.process.shared_memory_files import shared_memory_of
 from drivetrain.types.weights import WeightPlan
 from drivetrain_conformance.assertions.leftovers import Holdings, temporary_folder
 from drivetrain_weight_sync.transports.disk import DiskSender

@@ -140,14 +140,17 @@ class FakeBackend(Backend):
             self.child = subprocess.Popen(["engine::rank_1"], executable=sys.executable, stdin=subprocess.PIPE)
             self.child_pid = self.child.pid
         elif self.trouble == "semaphore child":
-            self.child = subprocess.Popen([sys.executable, "-c", HOLDS_A_SEMAPHORE], stdout=subprocess.PIPE)
-            assert self.child.stdout is not None
-            self.child.stdout.readline()
-            self.child_pid = self.child.pid
+            self._start_semaphore_child()
         elif self.trouble.endswith("child"):
             self.child = subprocess.Popen(["sleep", "600"], start_new_session=self.trouble == "detached child")
             self.child_pid = self.child.pid
         return ModelInfo(256, 4096, (0,), "float32", "Fake", 0, "cpu")
+
+    def _start_semaphore_child(self) -> None:
+        self.child = subprocess.Popen([sys.executable, "-c", HOLDS_A_SEMAPHORE], stdout=subprocess.PIPE)
+        assert self.child.stdout is not None
+        self.child.stdout.readline()
+        self.child_pid = self.child.pid
 
     async def close(self) -> None:
         if self.trouble == "hang on close":
@@ -178,6 +181,8 @@ class FakeBackend(Backend):
             except asyncio.CancelledError:
                 self.cancelled.append(request.request_id)
                 raise
+        if request.request_id == "semaphore child":
+            self._start_semaphore_child()
         if request.request_id == "block":
             time.sleep(600)
         if request.request_id == "hold":

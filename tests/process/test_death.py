@@ -6,8 +6,10 @@ import asyncio
 import os
 import re
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 
 import psutil
 import pytest
@@ -15,7 +17,9 @@ import pytest
 from cgroups import freezer
 from drivetrain import EngineDied, GenerateRequest, GenerateResult
 from drivetrain.process import HostedBackend
-from drivetrain.process.process_tree import runs, shared_memory_of
+from drivetrain.process.process_tree import runs
+from drivetrain.process.shared_memory_files import shared_memory_of
+from fleets import until
 
 Ask = Callable[..., GenerateRequest]
 Make = Callable[..., HostedBackend]
@@ -218,7 +222,8 @@ async def test_shared_memory_of_a_child_that_was_killed_goes_with_the_host(make:
     await started(backend)
     child = psutil.Process((await backend.stats()).kv_cache_bytes)
     (semaphore,) = shared_memory_of([child])
-    await asyncio.sleep(1)
+    hosts = Path(tempfile.gettempdir())
+    await until(lambda: any(str(semaphore) in file.read_text() for file in hosts.glob("drivetrain-host-*/*memory")))
     # The first child is the resource tracker, which would have removed the semaphore.
     for process in (*child.children(), child):
         process.kill()

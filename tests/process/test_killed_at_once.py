@@ -17,7 +17,8 @@ import pytest
 
 import warm_python
 from drivetrain import InferenceEngine, create_engine
-from drivetrain.process.process_tree import runs, shared_memory_of
+from drivetrain.process.process_tree import runs
+from drivetrain.process.shared_memory_files import shared_memory_of
 from fleets import until
 from warm_python import Program, running
 
@@ -35,14 +36,20 @@ asyncio.run(main())
 """
 
 TRAINER_OF_A_HOST_WITH_SHARED_MEMORY = """
-import asyncio
-from drivetrain import EngineConfig
+import asyncio, sys
+from drivetrain import EngineConfig, GenerateRequest, LogprobsMode, SamplingParams
 from drivetrain.process import HostedBackend
 
 async def main():
-    config = EngineConfig(backend="fake", model="m", engine_kwargs={"trouble": "semaphore child"})
-    backend = HostedBackend(config, "fake")
+    when = sys.argv[1]
+    kwargs = {"trouble": "semaphore child"} if when == "at the start" else {}
+    backend = HostedBackend(EngineConfig(backend="fake", model="m", engine_kwargs=kwargs), "fake")
     await backend.start(lambda stage: None)
+    if when == "later":
+        await asyncio.sleep(2)
+        await backend.generate(
+            GenerateRequest("semaphore child", [1], SamplingParams(), 1, (0,), LogprobsMode.TEMPERATURE)
+        )
     print(backend.pid, (await backend.stats()).kv_cache_bytes, flush=True)
     await asyncio.sleep(600)
 
@@ -124,11 +131,12 @@ async def test_the_folder_of_a_host_that_outlives_its_trainer_stays_until_it_end
 
 
 @pytest.mark.usefixtures("plugin")
+@pytest.mark.parametrize("when", ["at the start", "later"])
 async def test_shared_memory_of_a_family_that_was_killed_at_once_goes_with_the_next(
-    model: Path, temporary: Path
+    model: Path, temporary: Path, when: str
 ) -> None:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", TRAINER_OF_A_HOST_WITH_SHARED_MEMORY), stdout=asyncio.subprocess.PIPE
+        *(sys.executable, "-c", TRAINER_OF_A_HOST_WITH_SHARED_MEMORY, when), stdout=asyncio.subprocess.PIPE
     )
     assert process.stdout is not None
     host, child = map(int, (await process.stdout.readline()).split())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import subprocess
 import sys
@@ -14,12 +15,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from drivetrain.process.process_tree import (
-    MARK,
-    SCRATCH,
-    kill_family,
+from drivetrain.process import shared_memory_files
+from drivetrain.process.process_tree import MARK, SCRATCH, kill_family, runs
+from drivetrain.process.shared_memory_files import (
+    SharedMemoryList,
     list_shared_memory,
-    runs,
+    listed,
     shared_memory_of,
     unlink_listed,
 )
@@ -117,10 +118,79 @@ def test_a_family_that_ends_leaves_what_was_there_before_it(shared_file: Path, o
     assert shared_file.exists() is older
 
 
+@pytest.fixture
+def folder_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in the place of /dev/shm, where other programs may make files at any time."""
+    folder = tmp_path / "shm"
+    folder.mkdir()
+    monkeypatch.setattr(shared_memory_files, "_SHARED_MEMORY", folder)
+    monkeypatch.setattr(shared_memory_files, "_PAUSE", 0)
+    return folder
+
+
+def new(file: Path) -> Path:
+    file.write_bytes(b"a" * 4096)
+    return file
+
+
+def look(shared: SharedMemoryList, process: subprocess.Popen[str]) -> int:
+    """Look three times; return how often the processes were asked for."""
+    asked: list[psutil.Process] = []
+
+    def processes() -> list[psutil.Process]:
+        asked.append(psutil.Process(process.pid))
+        return asked[-1:]
+
+    for _ in range(3):
+        shared.look(processes)
+    return len(asked)
+
+
+def test_memory_that_appears_later_is_listed(tmp_path: Path, folder_of_memory: Path) -> None:
+    first = new(folder_of_memory / "first")
+    shared = SharedMemoryList(tmp_path, 0.0)
+    later = folder_of_memory / "later"
+    with mapped(first) as process:
+        assert look(shared, process) == 0, "no file appeared"
+    with mapped(new(later)) as process:
+        assert look(shared, process) == 2, "a file is there before it is mapped"
+        assert listed(tmp_path) == shared.files() == {later}
+        later.rename(first)
+        assert look(shared, process) == 2
+        assert listed(tmp_path) == shared.files() == {first}
+    unlink_listed(tmp_path)
+    assert not first.exists()
+
+
+@pytest.mark.parametrize("is_mapped", [True, False])
+def test_memory_of_the_trainer_is_not_listed(tmp_path: Path, folder_of_memory: Path, is_mapped: bool) -> None:
+    """It is mapped by this process too, or bears its number."""
+    shared = SharedMemoryList(tmp_path, 0.0)
+    lent = new(folder_of_memory / ("lent" if is_mapped else f"torch_{os.getpid()}_0"))
+    with lent.open("r+b") as file, mapped(lent) as process:
+        own = mmap.mmap(file.fileno(), 0) if is_mapped else None
+        assert look(shared, process) == 2
+        assert listed(tmp_path) == shared.files() == set()
+        del own
+
+
+def test_a_new_file_with_a_listed_name_is_kept(tmp_path: Path, folder_of_memory: Path) -> None:
+    shared = SharedMemoryList(tmp_path, 0.0)
+    other = new(tmp_path / "other")
+    with mapped(new(folder_of_memory / "name")) as process:
+        assert look(shared, process) == 2
+    (name,) = listed(tmp_path)
+    other.rename(name)
+    assert listed(tmp_path) == shared.files() == set()
+    unlink_listed(tmp_path)
+    assert name.exists()
+
+
 _ENDS_AFTER_ITS_CHILDREN = """
 import os, sys
 from pathlib import Path
-from drivetrain.process.process_tree import end_own_family, list_shared_memory
+from drivetrain.process.process_tree import end_own_family
+from drivetrain.process.shared_memory_files import list_shared_memory
 files = [Path("/dev/shm") / name.format(os.getpid()) for name in sys.argv[1:]]
 for file in files:
     file.write_bytes(b"a")

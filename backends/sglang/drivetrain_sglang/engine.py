@@ -42,7 +42,8 @@ from drivetrain.errors import (
 )
 from drivetrain.media.qwen_audio import SoundReader, audio_capabilities
 from drivetrain.media.qwen_vision import VisionReader
-from drivetrain.process.process_tree import runs, shared_memory_of, unlink
+from drivetrain.process.process_tree import runs
+from drivetrain.process.shared_memory_files import shared_memory_of, unlink
 from drivetrain.process.worker_calls import CallNotTaken
 from drivetrain.types.capability import Capability
 from drivetrain.types.config import EngineConfig, Task

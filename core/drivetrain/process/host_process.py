@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -37,10 +37,8 @@ from drivetrain.process.process_tree import (
     ending,
     family,
     kill_family,
-    list_shared_memory,
-    shared_memory_of,
-    unlink_listed,
 )
+from drivetrain.process.shared_memory_files import SharedMemoryList, unlink_listed
 from drivetrain.process.wire import Fatal, FrameReader, from_watch, read
 from drivetrain.types.config import Timeouts
 
@@ -82,8 +80,6 @@ class HostProcess:
         self.log: Final = HostLog()
         """The newest lines that the host and its children printed."""
         self._partial_line = b""
-        self._shared_memory: set[Path] | None = None
-        """Shared-memory files of the engine's processes; None until the engine has started."""
         self.socket, theirs = socket.socketpair()
         self._watch_socket, watch_theirs = socket.socketpair()
         period = min(1.0, timeouts.heartbeat / 4)
@@ -98,6 +94,7 @@ class HostProcess:
         arguments = ["--fd", "{0}", "--watch-fd", "{1}", "--period", str(period), "--patience", str(timeouts.heartbeat)]
         fds = [theirs.fileno(), watch_theirs.fileno()]
         self._since = time.time()
+        self._shared_memory = SharedMemoryList(self._scratch.path, self._since)
         if self._scratch.lock is not None:
             fds.append(self._scratch.lock)  # the host keeps it open until it ends
         try:
@@ -144,7 +141,7 @@ class HostProcess:
         try:
             self._watch()
         finally:
-            kill_family(self.pid, self._mark, self._shared_memory or (), self._since)
+            kill_family(self.pid, self._mark, self._shared_memory.files(), self._since)
             try:
                 how = ending(self._process.wait(_GRACE_S))
             except subprocess.TimeoutExpired:
@@ -191,14 +188,12 @@ class HostProcess:
                     )
                 if self._verdict or self._process.poll() is not None:
                     return
-                if self._shared_memory is None and self._started.is_set():
-                    self._shared_memory = shared_memory_of(family(self.pid, self._mark))
-                    self._list_shared_memory(self._shared_memory)
+                self._list_shared_memory()
 
-    def _list_shared_memory(self, files: Set[Path]) -> None:
+    def _list_shared_memory(self) -> None:
         """List the files for the next engine on this machine, which finds them if this process is killed too."""
         try:
-            list_shared_memory(files, self._scratch.path, self._since)
+            self._shared_memory.look(lambda: family(self.pid, self._mark))
         except FileNotFoundError:
             pass  # the host has ended, and removed its folder
         except OSError as error:
