@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
@@ -22,8 +23,9 @@ from drivetrain_conformance.assertions.refusals import refused
 from drivetrain_conformance.assertions.same_answers import check_prefix, check_same
 from drivetrain_conformance.harness.case import case
 from drivetrain_conformance.harness.holder_process import LIFTED_S, holder_of
-from drivetrain_conformance.harness.testbench import Bench, TooLate, check_held, in_time, until_idle
+from drivetrain_conformance.harness.testbench import Bench, NoOracle, TooLate, check_held, in_time, until_idle
 from drivetrain_conformance.harness.time_limits import result_of, within
+from drivetrain_conformance.references.reference_sampling import steps
 
 _T = TypeVar("_T")
 
@@ -31,6 +33,8 @@ QUIET: Final = 0.1
 """Seconds during which nothing may happen: long enough for a request of a few tokens to finish."""
 TOKENS: Final = 250
 """Length of a request that is in flight for a while and whose end the case awaits."""
+_HOT: Final = 1028.5
+"""A temperature that float16 and bfloat16 round, and at which the model's own logits hardly matter."""
 _SOON: Final = 20.0
 """Timeout, in seconds, of a request of two tokens that nothing holds up."""
 
@@ -612,7 +616,33 @@ async def _freezes(bench: Bench, mode: PauseMode) -> None:
         resumed = await result_of(task)
     _check_running(engine)
     check_same(bench, resumed.completions, whole.completions)
+    if bench.claims(Capability.LOGIT_BIAS) and bench.claims(Capability.LOGPROBS_PROCESSED):
+        await _check_temperature_is_kept(bench, mode)
     await _goes_on_without_its_holder(bench, mode, prompts, params, whole.completions)
+
+
+async def _check_temperature_is_kept(bench: Bench, mode: PauseMode) -> None:
+    """Check that a temperature loses no digit by a freeze: a bias as large as it makes one token as likely as all."""
+    bias = _HOT * math.log(bench.engine.model_info.vocab_size)
+    biased = {bench.prompt(1)[0]: bias}
+    processed = LogprobsMode.PROCESSED
+    params = bench.long(TOKENS, temperature=_HOT, logit_bias=biased, logprobs=0, logprobs_mode=processed)
+    async with bench.in_flight(bench.prompts(1), params) as task:
+        await bench.engine.pause_generation(mode)
+        await check_held(bench.engine, task)
+        await bench.engine.continue_generation()
+        (completion,) = (await result_of(task)).completions
+    try:
+        rows = bench.output_logits(completion)
+    except NoOracle:
+        return
+    assert completion.logprobs is not None
+    drawn = zip(steps(completion, rows, params, bench.tolerance()), completion.token_ids, strict=True)
+    for at, (found, (step, token)) in enumerate(zip(completion.logprobs, drawn, strict=True)):
+        expected = step.processed[token]
+        assert abs(found - expected) <= bench.tolerance(), (
+            f"frozen {mode.value} at temperature {_HOT:g}, token {at} has the logprob {found:.5f}, not {expected:.5f}"
+        )
 
 
 async def _goes_on_without_its_holder(

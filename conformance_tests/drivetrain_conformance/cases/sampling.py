@@ -22,15 +22,15 @@ from drivetrain.types.capability import Capability
 from drivetrain.types.modes import PauseMode
 from drivetrain.types.outputs import Completion, CompletionChunk, GenerationOutput
 from drivetrain.types.sampling import ActionMask, DisallowedTokens, LogprobsMode, SamplingParams, TemperatureSchedule
+from drivetrain_conformance.assertions.common_checks import check_flat_nucleus, fields_of_sampling
 from drivetrain_conformance.assertions.refusals import refused
 from drivetrain_conformance.assets.made_adapters import make_adapter
 from drivetrain_conformance.engine_model.mixed_fields import check_draws_differ
-from drivetrain_conformance.engine_model.strategies import FLAT
 from drivetrain_conformance.harness.case import case
 from drivetrain_conformance.harness.testbench import Bench, check_held, ordinary_ids
 from drivetrain_conformance.references.goodness_of_fit import FALSE_ALARM, Tally
 from drivetrain_conformance.references.oracle import Logits, log_softmax
-from drivetrain_conformance.references.reference_sampling import step, steps, with_effective_filters
+from drivetrain_conformance.references.reference_sampling import FLAT, step, steps, with_effective_filters
 
 _PROMPTS: Final = 4
 """Prompts over which the draws of a statistical case are spread."""
@@ -372,6 +372,7 @@ async def top_k_of_one_is_greedy(bench: Bench) -> None:
 async def a_small_top_p_is_greedy(bench: Bench) -> None:
     """With a tiny top_p only the most likely token is drawn."""
     await _check_takes_the_best(bench, SamplingParams(top_p=1e-6, max_new_tokens=12))
+    await check_flat_nucleus(bench)
 
 
 @case(Capability.MIN_P)
@@ -588,24 +589,7 @@ async def _check_every_bit_of_a_seed_counts(bench: Bench) -> None:
 
 async def _check_a_seed_counts_beside_each_field(bench: Bench) -> None:
     """Check that low and high bits of a seed count in requests that set another field of sampling."""
-    ids = ordinary_ids(bench.engine)
-    beside: list[dict[str, object]] = [
-        {field: value}
-        for needed, field, value in (
-            (Capability.REPETITION_PENALTY, "repetition_penalty", 1.2),
-            (Capability.FREQUENCY_PENALTY, "frequency_penalty", 0.5),
-            (Capability.PRESENCE_PENALTY, "presence_penalty", 0.4),
-            (Capability.LOGIT_BIAS, "logit_bias", dict.fromkeys(ids[:8], 1.5)),
-            (Capability.LOGIT_PROCESSORS, "logit_processors", (DisallowedTokens(token_ids=tuple(ids[:8])),)),
-            (Capability.LOGIT_PROCESSORS, "logit_processors", (TemperatureSchedule(start=0.5, end=2.0, steps=8),)),
-            (Capability.TOP_K, "top_k", 64),
-            (Capability.TOP_P, "top_p", 0.9),
-            (Capability.MIN_P, "min_p", 0.01),
-            (Capability.MIN_NEW_TOKENS, "min_new_tokens", 4),
-            (Capability.PROMPT_LOGPROBS, "prompt_logprobs", 0),
-        )
-        if bench.claims(needed)
-    ]
+    beside = fields_of_sampling(bench)
     fixed = {"max_new_tokens": 16, "temperature": FLAT, "ignore_eos": bench.claims(Capability.IGNORE_EOS)}
     seed = bench.rng.getrandbits(_SEED_BITS)
     seeds = [seed, *(seed ^ 1 << bit for bit in _BITS)]

@@ -27,11 +27,11 @@ from drivetrain.types.sampling import (
     TemperatureSchedule,
 )
 from drivetrain_conformance.engine_model.live_requests import Live, proceed, settle
-from drivetrain_conformance.engine_model.strategies import EBNF_AS_REGEX, FLAT, SCHEMA_AS_REGEX, Batch
+from drivetrain_conformance.engine_model.strategies import EBNF_AS_REGEX, SCHEMA_AS_REGEX, Batch
 from drivetrain_conformance.harness.testbench import Bench, NoOracle
 from drivetrain_conformance.references.oracle import HiddenStatesOracle, check_prompt_ranks, check_top, log_softmax
 from drivetrain_conformance.references.reference_masks import check_mask
-from drivetrain_conformance.references.reference_sampling import steps
+from drivetrain_conformance.references.reference_sampling import FLAT, steps
 from drivetrain_conformance.references.reference_stops import Ending, expected_ending
 
 _LAST: Final = 16

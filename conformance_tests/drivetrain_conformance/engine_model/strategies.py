@@ -33,13 +33,12 @@ from drivetrain.types.sampling import (
     StructuredOutput,
     TemperatureSchedule,
 )
+from drivetrain_conformance.references.reference_sampling import FLAT
 
 _T = TypeVar("_T")
 
 LONGEST: Final = 480
 """Most tokens of a drawn prompt, and of a drawn output."""
-FLAT: Final = 1000.0
-"""A temperature at which all tokens are about as likely, so that draws depend on the seed and the place alone."""
 _FINEST: Final = 1000
 
 # Numbers -------------------------------------------------------------------------------------------------------------

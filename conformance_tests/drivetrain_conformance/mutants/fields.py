@@ -12,6 +12,7 @@ from typing import cast
 from drivetrain.backend.base import GenerateRequest, GenerateResult
 from drivetrain.types.modes import PauseMode
 from drivetrain.types.outputs import FinishReason
+from drivetrain.types.weights import CommitUpdate, WeightMessage, WeightReply
 from drivetrain_conformance.mutants.drawn.numbers import in_float16
 from drivetrain_conformance.mutants.registry import backend_mutants, mutant
 from drivetrain_conformance.mutants.spoil import (
@@ -210,6 +211,7 @@ def _resumed(request: GenerateRequest, made: GenerateResult) -> GenerateRequest:
     return dataclasses.replace(after(request, made), resumed_tokens=request.resumed_tokens + len(made.token_ids))
 
 
+_frozen_mutant = backend_mutants(partial(resubmitting, PauseMode.IN_PLACE, left=_resumed))
 _retracted_mutant = backend_mutants(partial(resubmitting, PauseMode.RETRACT, left=_resumed))
 
 
@@ -232,9 +234,19 @@ def sends_seeds_as_doubles_once_retracted(request: GenerateRequest) -> GenerateR
     return None if request.seed is None else _as_a_double(request)
 
 
-@_retracted_mutant("histories/random_requests_are_honoured", says="logprob")
+@_frozen_mutant("pause/in_place_freezes_requests_in_flight", says="has the logprob")
+def rounds_temperatures_once_frozen(request: GenerateRequest) -> GenerateRequest | None:
+    """The temperature of a request frozen in place that biases tokens is rounded to float16."""
+    return _at_a_rounded_temperature(request)
+
+
+@_retracted_mutant("pause/retract_freezes_requests_in_flight", says="has the logprob")
 def rounds_temperatures_once_retracted(request: GenerateRequest) -> GenerateRequest | None:
     """The temperature of a retracted request that biases tokens is rounded to float16."""
+    return _at_a_rounded_temperature(request)
+
+
+def _at_a_rounded_temperature(request: GenerateRequest) -> GenerateRequest | None:
     params = request.params
     if not (params.temperature and params.logit_bias) or params.stop or params.stop_regex:
         return None
@@ -332,3 +344,44 @@ def loses_the_first_prompt_token(request: GenerateRequest) -> GenerateRequest:
 def sees_the_end_of_long_prompts_only(request: GenerateRequest) -> GenerateRequest:
     """The model sees only the last 64 tokens of a prompt."""
     return dataclasses.replace(request, prompt_token_ids=request.prompt_token_ids[-64:])
+
+
+@mutant("generate/eos_comes_right_after_min_new_tokens", says="EOS came after")
+class takes_min_new_tokens_of_a_neighbour(CorrectBackend):
+    """A request with a frequency penalty has the min_new_tokens of the first request in flight."""
+
+    _flying: list[GenerateRequest] = own(list)
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        asked = request
+        if self._flying and request.params.frequency_penalty:
+            least = min(self._flying[0].params.min_new_tokens, request.max_new_tokens)
+            asked = dataclasses.replace(request, params=request.params.model_copy(update={"min_new_tokens": least}))
+        self._flying.append(request)
+        try:
+            return await super().generate(asked)
+        finally:
+            self._flying.remove(request)
+
+
+@params_mutant("sampling/a_small_top_p_is_greedy", says="cannot be drawn")
+def raises_a_small_top_p(request: GenerateRequest) -> Mapping[str, object]:
+    """A top_p is at least 0.0216, unless it is so small that it means greedy."""
+    return {"top_p": max(request.params.top_p, 0.0216)} if request.params.top_p > 1e-5 else {}
+
+
+@mutant("weight_sync/a_checkpoint_folder_is_served", says="cannot be drawn")
+class raises_a_small_top_p_after_an_update(CorrectBackend):
+    """After an update a top_p is at least 0.0216."""
+
+    _updated = False
+
+    async def receive_weights(self, message: WeightMessage) -> WeightReply:
+        self._updated |= isinstance(message, CommitUpdate)
+        return await super().receive_weights(message)
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        if self._updated:
+            params = request.params.model_copy(update={"top_p": max(request.params.top_p, 0.0216)})
+            request = dataclasses.replace(request, params=params)
+        return await super().generate(request)

@@ -23,6 +23,8 @@ from drivetrain_conformance.references.oracle import Logits, log_softmax
 
 Mask = NDArray[np.bool_]
 
+FLAT: Final = 1000.0
+"""A temperature at which all tokens are about as likely, so that draws depend on the seed and the place alone."""
 _FILTERS_OFF: Final[dict[str, float]] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 _MIN_P: Final = (0.05, 0.15, 0.3, 0.45, 0.6, 0.75, 0.9)
 

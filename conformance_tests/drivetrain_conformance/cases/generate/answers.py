@@ -24,7 +24,7 @@ from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain.types.outputs import Completion, FinishReason, GenerationOutput, VersionSpan, group_outputs_by_prompt
 from drivetrain.types.prompts import ChatPrompt, Message, PromptLike, TextPrompt, TokenPrompt
 from drivetrain.types.sampling import LogprobsMode, SamplingParams
-from drivetrain_conformance.assertions.common_checks import assert_idle_soon, ending_prompt
+from drivetrain_conformance.assertions.common_checks import assert_idle_soon, ending_prompt, fields_of_sampling
 from drivetrain_conformance.assertions.refusals import refused
 from drivetrain_conformance.assertions.same_answers import check_greedy, check_same
 from drivetrain_conformance.engine_model.field_batches import field_batch
@@ -382,6 +382,21 @@ async def eos_comes_right_after_min_new_tokens(bench: Bench) -> None:
     assert len(completion.token_ids) == 5, f"4 tokens and EOS expected: {completion.token_ids}"
     _assert_ends_lawfully(bench.engine, completion)
     assert completion.matched_stop == eos
+    await _check_each_has_its_least(bench, eos)
+
+
+async def _check_each_has_its_least(bench: Bench, eos: int) -> None:
+    """Check that requests of one batch have their own min_new_tokens, whichever other field of sampling they set."""
+    beside = [field for field in fields_of_sampling(bench) if "logit_bias" not in field]
+    fixed = {"max_new_tokens": 2 * len(beside) + 1, "logit_bias": {eos: _FORCE}}
+    params = [
+        SamplingParams.model_validate({**field, **fixed, "min_new_tokens": least})
+        for least, field in enumerate((*beside, *beside), start=1)
+    ]
+    output = await bench.engine.generate(bench.prompts(len(params)), params)
+    for one, completion in zip(params, output.completions, strict=True):
+        asked = one.model_dump(exclude_defaults=True, exclude={"max_new_tokens", "logit_bias"})
+        assert len(completion.token_ids) == one.min_new_tokens + 1, f"{asked}: EOS came after {completion.token_ids}"
 
 
 @case()

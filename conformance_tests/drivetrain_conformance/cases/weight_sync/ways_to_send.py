@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from drivetrain.types.capability import Capability
+from drivetrain_conformance.assertions.common_checks import check_flat_nucleus
 from drivetrain_conformance.assertions.same_answers import check_same
 from drivetrain_conformance.assets.weight_sources import in_bfloat16, tensors_of, write_checkpoint
 from drivetrain_conformance.cases.weight_sync.checks import NEW, check_serves, one_by_one
@@ -69,6 +70,8 @@ async def a_checkpoint_folder_is_served(bench: Bench) -> None:
     other = bench.other_weights()
     await bench.engine.load_weights_from_disk(str(other), NEW)
     await check_serves(bench, other, NEW)
+    if bench.claims(Capability.TOP_P):
+        await check_flat_nucleus(bench, other)
     if await holds_float32(bench.engine):
         narrow = in_bfloat16(tensors_of(other))
         folder = write_checkpoint(bench.folder("narrow"), other, narrow)
