@@ -60,6 +60,7 @@ class MetaInfo(TypedDict):
     output_top_logprobs: NotRequired[list[list[TokenEntry]]]
     top_p_token_ids: NotRequired[str]
     top_p_token_offsets: NotRequired[str]
+    routed_experts: NotRequired[str]
 
 
 class Generated(TypedDict):

@@ -18,6 +18,7 @@ from drivetrain.types.sampling_mask import SamplingMask
 from drivetrain_serving.sglang.answer_types import FinishReason as Ended
 from drivetrain_serving.sglang.answer_types import Generated, MetaInfo, TokenEntry
 from drivetrain_serving.sglang.generate_request import Asked, Generation
+from drivetrain_serving.sglang.routed_experts import packed_experts
 
 
 @dataclass(slots=True)
@@ -104,6 +105,10 @@ class GenerateAnswers:
             _add_output(meta, asked, [self._entry(*one) for one in given], tops)
         if asked.sampling.top_p_token_ids and completion.sampling_mask:
             _add_top_p_token_ids(meta, completion.sampling_mask)
+        if self._asked.body.return_routed_experts:
+            start = self._asked.body.routed_experts_start_len or 0
+            if (experts := packed_experts(completion, start, self._engine.config)) is not None:
+                meta["routed_experts"] = experts
         text = text_of(completion, asked, self._engine)
         answer: Generated = {"text": text, "output_ids": completion.token_ids, "meta_info": meta}
         if self._asked.body.return_prompt_token_ids:

@@ -31,7 +31,7 @@ _REFUSED: Final = (
     *("input_embeds", "kv_hints", "max_thinking_tokens", "mm_hashes", "modalities", "positional_embed_overrides"),
     *("require_reasoning", "return_bytes", "return_entropy", "return_flat_raw_output_top_logprobs"),
     *("return_flat_raw_top_logprobs", "return_flat_raw_top_logprobs_b64"),
-    *("return_hidden_states", "return_indexer_topk", "return_routed_experts", "return_sampling_mask"),
+    *("return_hidden_states", "return_indexer_topk", "return_sampling_mask"),
     *("sampling_logprobs_mode", "session_params", "token_ids_logprob", "video_data", "watermark"),
 )
 """Fields that change the answer and are not honoured; null, false and empty values are taken."""
@@ -77,6 +77,12 @@ class GenerateBody(BaseModel):
     )
     return_text_in_logprobs: StrictBool | None = Field(default=None, description="Write each token's text too.")
     return_prompt_token_ids: StrictBool | None = Field(default=None, description="Return the prompt's ids.")
+    return_routed_experts: StrictBool | None = Field(
+        default=None, description="Return the experts that each token was routed to."
+    )
+    routed_experts_start_len: StrictInt | None = Field(
+        default=None, ge=0, description="First prompt token whose experts are returned; 0 if not given."
+    )
     stream: StrictBool | None = Field(default=None, description="Send the answer as it grows.")
     lora_path: StrictStr | list[StrictStr | None] | None = Field(
         default=None, description="Name of the adapter, for all prompts."
@@ -162,6 +168,7 @@ def read_generate(given: Mapping[str, object], vocab_size: int) -> Generation:
         "logprobs": "top_logprobs_num",
         "prompt_logprobs": "logprob_start_len",
         "return_sampling_mask": f"custom_params.{TOP_P_TOKEN_IDS}",
+        "return_prompt_routed_experts": "return_routed_experts",
     }
     return Generation(
         body=body,

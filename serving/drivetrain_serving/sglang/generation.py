@@ -21,6 +21,7 @@ from drivetrain_serving.sglang.answer_types import Generated
 from drivetrain_serving.sglang.errors import BrokenContract, StreamErrorBody, contract_answer, stream_body
 from drivetrain_serving.sglang.generate_answers import GenerateAnswers
 from drivetrain_serving.sglang.generate_request import GenerateBody, Generation, read_generate
+from drivetrain_serving.sglang.routed_experts import expert_params
 
 
 class GenerateRoute:
@@ -63,7 +64,7 @@ class GenerateRoute:
                 [await self._served.token_prompt(prompt, index) for index, prompt in enumerate(asked.prompts)]
             )
         _check_starts(asked, prompts)
-        asked = dataclasses.replace(asked, prompts=prompts, lora=lora)
+        asked = dataclasses.replace(asked, prompts=prompts, params=_with_experts(asked, prompts), lora=lora)
         answers = GenerateAnswers(asked, engine, [len(prompt.token_ids) for prompt in prompts])
         if asked.body.stream:
             return await event_stream(self._events(asked, answers), stream_body)
@@ -102,3 +103,24 @@ def _check_starts(asked: Generation, prompts: tuple[TokenPrompt, ...]) -> None:
                 f"logprob_start_len={one.logprob_start} is more than the {len(prompt.token_ids)} tokens of the prompt",
                 field="logprob_start_len",
             )
+
+
+def _with_experts(asked: Generation, prompts: tuple[TokenPrompt, ...]) -> tuple[Mapping[str, object], ...]:
+    """Return the sampling parameters of each prompt, which ask for the experts that the request asks for.
+
+    Raises:
+        InvalidRequest: ``routed_experts_start_len`` is beyond a prompt.
+    """
+    if not asked.body.return_routed_experts:
+        return asked.params
+    start = asked.body.routed_experts_start_len or 0
+    shortest = min(len(prompt.token_ids) for prompt in prompts)
+    if start > shortest:
+        raise InvalidRequest(
+            f"routed_experts_start_len={start} is more than the {shortest} tokens of the prompt",
+            field="routed_experts_start_len",
+        )
+    return tuple(
+        {**params, **expert_params(start, len(prompt.token_ids))}
+        for params, prompt in zip(asked.params, prompts, strict=True)
+    )

@@ -1,0 +1,88 @@
+"""``return_routed_experts`` of ``/generate``: the experts of a sample's tokens, in the form that slime replays."""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from drivetrain.backend.toolkit.model_folder import levels_in, model_file
+from drivetrain.errors import UnsupportedCapability
+from drivetrain.types.capability import Capability
+from drivetrain.types.config import EngineConfig
+from drivetrain.types.outputs import Completion
+from drivetrain.types.routed_experts import RoutedExperts
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+def expert_params(start: int, prompt_length: int) -> Mapping[str, object]:
+    """Return sampling parameters that ask for the experts from token ``start`` of the prompt on.
+
+    The engine's experts of the output begin with those of the prompt's last token.
+    """
+    return {"return_routed_experts": True, "return_prompt_routed_experts": start < prompt_length - 1}
+
+
+def packed_experts(completion: Completion, start: int, config: EngineConfig) -> str | None:
+    """Return the experts of all tokens from ``start`` on but the last: base64 of int32, little-endian.
+
+    The ids are of shape (tokens, layers, experts per token). A layer without experts has zeros, as in SGLang.
+
+    Returns:
+        None if the request was aborted before its prompt was read.
+
+    Raises:
+        UnsupportedCapability: Some layers have no experts, and ``config.json`` does not say which.
+    """
+    last = len(completion.prompt_token_ids) - 1
+    of_output, of_prompt = completion.routed_experts, completion.prompt_routed_experts
+    if of_output is None or (start < last and of_prompt is None):
+        return None
+    experts = of_output[start - last :] if of_prompt is None else of_prompt[start:last] + of_output
+    return b64encode(_in_all_layers(experts, config).astype("<i4").tobytes()).decode()
+
+
+def _in_all_layers(experts: RoutedExperts, config: EngineConfig) -> NDArray[np.integer]:
+    import numpy as np
+
+    ids = experts.to_numpy()
+    fields = {name: value for level in levels_in(model_file(config, "config.json")) for name, value in level.items()}
+    layers = fields.get("num_hidden_layers")
+    if not len(experts) or not isinstance(layers, int) or layers == experts.layers:
+        return ids
+    sparse = layers_with_experts(fields, layers)
+    if len(sparse) != experts.layers:
+        raise UnsupportedCapability(
+            f"return_routed_experts=True: {experts.layers} of the model's {layers} layers have experts, and its "
+            "config.json does not say which; leave it out",
+            capability=Capability.ROUTED_EXPERTS.value,
+        )
+    placed = np.zeros((len(experts), layers, experts.experts_per_token), dtype=ids.dtype)
+    placed[:, sparse] = ids
+    return placed
+
+
+def layers_with_experts(fields: Mapping[str, object], layers: int) -> Sequence[int]:
+    """Return the numbers of the layers that have experts, by the fields of a ``config.json``.
+
+    Args:
+        fields: Fields of the language model.
+        layers: Number of its layers.
+    """
+    kinds = fields.get("mlp_layer_types")
+    if isinstance(kinds, list):
+        return [layer for layer, kind in enumerate(kinds) if kind == "sparse"]
+    first, dense = fields.get("first_k_dense_replace"), fields.get("mlp_only_layers")
+    every, step = fields.get("moe_layer_freq"), fields.get("decoder_sparse_step")
+    return [
+        layer
+        for layer in range(layers)
+        if layer >= (first if isinstance(first, int) else 0)
+        and not (isinstance(dense, list) and layer in dense)
+        and not (isinstance(step, int) and (layer + 1) % step)
+        and not (isinstance(every, int) and layer % every)
+        and not (isinstance(every, list) and not every[layer])
+    ]
