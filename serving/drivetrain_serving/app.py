@@ -108,7 +108,7 @@ def application(served: ServedEngine) -> Starlette:
     data: dict[str, Answer] = {
         "/v1/completions": generation.completions,
         "/v1/chat/completions": generation.chat_completions,
-        "/v1/embeddings": EmbeddingRoute(served).embeddings,
+        "/v1/embeddings": EmbeddingRoute(served, header_ids=not sglang).embeddings,
         "/inference/v1/generate": generation.generate,
         "/tokenize": tokens.tokenize,
         "/detokenize": tokens.detokenize,
@@ -150,7 +150,7 @@ def application(served: ServedEngine) -> Starlette:
     of_data = {*data, *described, *(one.path for one in more if one.is_data)}
     own = {one.path for one in more} | (sglang_routes.of_the_dialect().keys() if sglang else set())
     errors = _Errors(own, flat=sglang)
-    sessions = SessionRoutes(served, openai_fields.translated) if sglang else SessionRoutes(served)
+    sessions = SessionRoutes(served, openai_fields.translated, header_ids=False) if sglang else SessionRoutes(served)
     observers: list[Callable[[RequestRecord], None]] = [log_record] if config.log_requests else []
     if config.trace_requests:
         from drivetrain_serving.http_layer.request_spans import span_maker  # OpenTelemetry is optional

@@ -33,6 +33,13 @@ if TYPE_CHECKING:
 _POLL_S: Final = 0.05
 _MOST_NAMED: Final = 10
 """Most names of models and adapters in an error."""
+_MOST_GIVEN: Final = 128
+"""Most characters of a request's own id that begin the engine's."""
+
+
+def with_own_id(call: Call) -> Call:
+    """Return the call with an id that no other request of any process has: the given one with a random end."""
+    return dataclasses.replace(call, id=f"{call.id[:_MOST_GIVEN]}-{uuid.uuid4().hex}")
 
 
 class EngineCall(Protocol):
@@ -292,14 +299,19 @@ class ServedEngine:
                 await asyncio.sleep(_POLL_S)
 
     @contextmanager
-    def known_as(self, answer_id: str, call: Call) -> Iterator[Call]:
+    def known_as(self, answer_id: str, call: Call, given: str | None = None) -> Iterator[Call]:
         """Let :meth:`abort` find a request by its own id, its answer's id, and vLLM's id of each of its prompts.
 
-        Yields the call to make. Its id differs if a request of this process is in flight with the given one.
+        Yields the call to make. Its id is the engine's own, so that requests in flight may have the same id, also in
+        other processes that serve the engine.
+
+        Args:
+            answer_id: Id of the answer.
+            call: The request.
+            given: The request's own id, if the call's is the engine's already.
         """
-        given = call.id
-        if any(one in self._engine_ids for one in call.request_ids):
-            call = dataclasses.replace(call, id=f"{given}-{uuid.uuid4().hex}")
+        if given is None:
+            given, call = call.id, with_own_id(call)
         ids = call.request_ids
         names = {one: [one] for one in ids} | {f"{answer_id}-{index}": [one] for index, one in enumerate(ids)}
         names |= {given: ids, answer_id: ids}

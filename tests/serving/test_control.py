@@ -130,6 +130,37 @@ async def test_a_header_gives_requests_their_id(
     assert last["choices"][0]["finish_reason"] == "length"
 
 
+@pytest.mark.parametrize(
+    ("route", "prompt"),
+    [
+        ("chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ("messages", {"messages": [{"role": "user", "content": "a"}]}),
+        ("responses", {"input": "a", "max_output_tokens": 900}),
+    ],
+)
+async def test_a_header_gives_requests_of_sessions_their_id(
+    client: httpx.AsyncClient, engine: InferenceEngine, route: str, prompt: dict[str, object]
+) -> None:
+    body = {"max_tokens": 900, "ignore_eos": True, **prompt}
+    path = f"/sessions/by-header/v1/{route}"
+    headers = {"X-Request-Id": "of-a-session"}
+    running = [asyncio.create_task(client.post(path, json=body, headers=headers)) for _ in range(2)]
+    await until_running(engine, 2)
+    await ok(client, "/abort_requests", request_ids=["of-a-session"])
+    for answer in [await one for one in running]:
+        assert answer.status_code == 200, answer.text
+        if route == "chat/completions":
+            assert answer.json()["id"] == "chatcmpl-of-a-session"
+    await client.delete("/sessions/by-header")
+
+
+async def test_ids_may_be_as_long_as_a_header(client: httpx.AsyncClient) -> None:
+    """Our engines take ids of a bounded length; vLLM's server takes any."""
+    body = {"prompt": [5, 6], "max_tokens": 1, "request_id": "i" * 3000}
+    answer = await ok(client, "/v1/completions", **body)
+    assert answer.json()["id"] == f"cmpl-{'i' * 3000}"
+
+
 async def test_a_stream_is_aborted_by_the_id_that_it_tells(client: httpx.AsyncClient, engine: InferenceEngine) -> None:
     async with client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response:
         lines = response.aiter_lines()

@@ -94,6 +94,12 @@ async def test_each_form_of_input_has_the_engines_vectors(
     assert answer["usage"] == {"prompt_tokens": sum(map(len, ids)), "total_tokens": sum(map(len, ids))}
 
 
+async def test_a_header_gives_an_answer_its_id(embedder: httpx.AsyncClient) -> None:
+    body = {"input": "hello", "request_id": "of-the-body"}
+    for headers, expected in (({"X-Request-Id": "r"}, "embd-r"), ({}, "embd-of-the-body")):
+        assert (await embedder.post("/v1/embeddings", json=body, headers=headers)).json()["id"] == expected
+
+
 async def test_base64_is_that_of_float32(embedder: httpx.AsyncClient) -> None:
     defaults = {"use_activation": True, "padding": "do_not_pad", "embed_dtype": "float32", "endianness": "little"}
     numbers = await vectors(

@@ -219,6 +219,24 @@ async def test_requests_are_aborted_by_id_in_every_process(shared: Running, engi
         assert {choice["finish_reason"] for choice in answer.json()["choices"]} == {"abort"}
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/sessions/{}/v1/chat/completions"])
+async def test_requests_of_several_processes_may_have_one_id(
+    shared: Running, engine: InferenceEngine, path: str
+) -> None:
+    body = {**(LONG if "sessions" not in path else {**CHAT, "max_tokens": 900}), "request_id": "one"}
+    asking = [
+        asyncio.create_task(front_end.post(path.format(f"alike-{number}"), json=body))
+        for number in range(4)
+        for front_end in shared.each
+    ]
+    await until_running(engine, 8)
+    await shared.client.post("/abort_requests", json={"request_ids": ["one"]})
+    for answer in await asyncio.gather(*asking):
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["id"].endswith("-one")
+        assert answer.json()["choices"][0]["finish_reason"] == "abort"
+
+
 async def test_an_abort_by_the_beginning_of_an_id_reaches_every_process(
     shared: Running, engine: InferenceEngine
 ) -> None:

@@ -49,6 +49,9 @@ class Asked:
     prompt: ChatPrompt
     prepared: PreparedPrompt
     call: Call
+    """Its id is the engine's own."""
+    request_id: str
+    """Id of the request."""
     model: str
     shows_logprobs: bool
     """True if the client asked for logprobs; they are recorded in any case."""
@@ -58,7 +61,7 @@ class Asked:
     @property
     def answer_id(self) -> str:
         """The id of the chat completion."""
-        return f"chatcmpl-{self.call.id}"
+        return f"chatcmpl-{self.request_id}"
 
 
 class Capture:
@@ -84,7 +87,7 @@ class Capture:
         return await self._watched(self._whole(asked, responses, gone), asked, gone)
 
     async def _whole(self, asked: Asked, responses: ChatResponses, gone: asyncio.Event) -> ChatCompletion:
-        with asked.call.refusals(), self._served.known_as(asked.answer_id, asked.call):
+        with asked.call.refusals(), self._served.known_as(asked.answer_id, asked.call, asked.request_id):
             output = await self._served.generate(asked.call)
         response = responses.whole([_as_asked(one, asked) for one in output.completions])
         for completion, choice in zip(output.completions, response["choices"], strict=True):
@@ -111,7 +114,7 @@ class Capture:
     ) -> None:
         messages: dict[int, Json] = {}
         try:
-            with asked.call.refusals(), self._served.known_as(asked.answer_id, asked.call):
+            with asked.call.refusals(), self._served.known_as(asked.answer_id, asked.call, asked.request_id):
                 async with aclosing(self._served.generate_stream(asked.call)) as chunks:
                     async for chunk in chunks:
                         made = list(responses.chunks(_as_asked(chunk, asked), asked.prepared.token_ids))

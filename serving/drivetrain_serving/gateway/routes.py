@@ -31,10 +31,10 @@ from drivetrain_serving.gateway.sessions import Sessions
 from drivetrain_serving.gateway.trajectory import trajectory_of
 from drivetrain_serving.gateway.turn_prompts import prepare
 from drivetrain_serving.http_layer.answers import NamedEventStream, event_stream, json_answer
-from drivetrain_serving.http_layer.bodies import read_json, unless_disconnected
+from drivetrain_serving.http_layer.bodies import identify_by_header, read_json, unless_disconnected
 from drivetrain_serving.http_layer.route_docs import JSON, OF_ENGINES, STREAM, documented
 from drivetrain_serving.other_processes import SessionFacts
-from drivetrain_serving.served_engine import ServedEngine
+from drivetrain_serving.served_engine import ServedEngine, with_own_id
 from drivetrain_serving.vllm.answer_types import ChatChunk, ChatCompletion, ChatUsageChunk
 from drivetrain_serving.vllm.chat_and_completion_answers import ChatResponses
 from drivetrain_serving.vllm.errors import ErrorBody, body_of
@@ -56,14 +56,18 @@ class SessionRoutes:
     Args:
         served: The engine.
         translated: Puts requests into vLLM's words.
+        header_ids: True if the header ``X-Request-Id`` gives a request its id, as in vLLM.
     """
 
     def __init__(
         self,
         served: ServedEngine,
         translated: Callable[[Mapping[str, object], ServedEngine], Mapping[str, object]] = lambda body, served: body,
+        *,
+        header_ids: bool = True,
     ) -> None:
         self._served = served
+        self._header_ids = header_ids
         self._translated = translated
         self._sessions = Sessions(served.config.sessions)
         self._capture = Capture(served, self._sessions)
@@ -104,6 +108,7 @@ class SessionRoutes:
     async def chat_completions(self, request: Request) -> Response:
         """Answer POST ``/sessions/{id}/v1/chat/completions``."""
         body = await read_json(request, self._served.config, wants_type=True)
+        self._identify(body, request)
         try:
             return await unless_disconnected(request.receive, self._chat(request.path_params["session"], body))
         except DrivetrainError as error:
@@ -139,6 +144,7 @@ class SessionRoutes:
         try:
             body = await read_json(request, self._served.config, wants_type=True)
             chat = anthropic.to_chat(body, self._template)
+            self._identify(chat, request)
             return await unless_disconnected(request.receive, answer(request.path_params["session"], chat))
         except DrivetrainError as error:
             return json_answer(*anthropic.error_of(error))
@@ -183,12 +189,15 @@ class SessionRoutes:
         """Answer POST ``/sessions/{id}/v1/responses``."""
         body = await read_json(request, self._served.config, wants_type=True)
         try:
-            return await unless_disconnected(request.receive, self._response(request.path_params["session"], body))
+            chat = openai_responses.to_chat(body)
+            self._identify(chat, request)
+            answer = self._response(request.path_params["session"], body, chat)
+            return await unless_disconnected(request.receive, answer)
         except DrivetrainError as error:
             return error_answer(error)
 
-    async def _response(self, session_id: str, body: Mapping[str, object]) -> Response:
-        payload, asked, responses = await self._prepared(session_id, openai_responses.to_chat(body))
+    async def _response(self, session_id: str, body: Mapping[str, object], chat: Json) -> Response:
+        payload, asked, responses = await self._prepared(session_id, chat)
         writer = openai_responses.ResponseWriter(body, asked.model)
         if not payload.stream:
             return json_answer(writer.whole(await self._capture.whole(asked, responses)))
@@ -208,6 +217,10 @@ class SessionRoutes:
                     yield event
 
     # Parts of the answers ----------------------------------------------------------------------------------------
+
+    def _identify(self, body: dict[str, object], request: Request) -> None:
+        if self._header_ids:
+            identify_by_header(body, request)
 
     @property
     def _template(self) -> str:
@@ -261,11 +274,10 @@ class SessionRoutes:
             params |= self._served.prompt_logprobs(payload.prompt_logprobs)
         if self._served.config.sessions.routed_experts:
             params["return_routed_experts"] = True
-        ready = dataclasses.replace(
-            call, prompts=(TokenPrompt.model_construct(token_ids=tuple(prepared.token_ids), media=()),), params=params
-        )
+        ids = TokenPrompt.model_construct(token_ids=tuple(prepared.token_ids), media=())
+        ready = dataclasses.replace(with_own_id(call), prompts=(ids,), params=params)
         name = call.lora or payload.model or self._served.name
-        return Asked(session, prompt, prepared, ready, name, payload.logprobs, payload.n or 1)
+        return Asked(session, prompt, prepared, ready, call.id, name, payload.logprobs, payload.n or 1)
 
     # The trainer -------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from drivetrain.openai.token_texts import TokenTexts
 from drivetrain.types.outputs import Completion, CompletionChunk
 from drivetrain.types.prompts import Prompt, TokenPrompt
 from drivetrain_serving.http_layer.answers import event_stream, json_answer
-from drivetrain_serving.http_layer.bodies import read_json, unless_disconnected
+from drivetrain_serving.http_layer.bodies import identify_by_header, read_json, unless_disconnected
 from drivetrain_serving.http_layer.route_docs import JSON, OF_ENGINES, STREAM, documented
 from drivetrain_serving.served_engine import ServedEngine
 from drivetrain_serving.vllm import answer_types as types
@@ -118,8 +118,8 @@ class GenerationRoutes:
         self, request: Request, answer: Callable[[Mapping[str, object]], Coroutine[object, object, Response]]
     ) -> Response:
         body = await read_json(request, self._served.config, wants_type=True)
-        if self._header_ids and (given := request.headers.get("X-Request-Id")):
-            body["request_id"] = given  # vLLM prefers it to the body's
+        if self._header_ids:
+            identify_by_header(body, request)
         return await unless_disconnected(request.receive, answer(body))
 
     async def _completions(self, body: Mapping[str, object]) -> Response:
