@@ -204,21 +204,27 @@ async def test_a_stream_put_together_is_the_whole_answer(client: httpx.AsyncClie
         assert mine[-1]["finish_reason"] == choice["finish_reason"]
 
 
-async def test_the_last_chunk_tells_the_usage_of_a_prompt_with_media() -> None:
+async def test_each_chunk_tells_the_usage_and_the_first_the_ids_of_a_prompt_with_media() -> None:
     png = io.BytesIO()
     Image.new("RGB", (28, 28)).save(png, "png")
     url = f"data:image/png;base64,{base64.b64encode(png.getvalue()).decode()}"
     content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "a"}]
     options = {"include_usage": True, "continuous_usage_stats": True}
-    body = {"messages": [{"role": "user", "content": content}], **GREEDY, "stream": True, "stream_options": options}
+    body = {"messages": [{"role": "user", "content": content}], **GREEDY, "return_token_ids": True}
     seeing = create_engine("transformers", model=str(tiny_model("qwen2_vl")))
     async with seeing as engine, Server(engine, ServerConfig(port=0)) as server:
         async with httpx.AsyncClient(base_url=server.url, timeout=HANGING) as client:
-            text = (await client.post("/v1/chat/completions", json=body)).text
-    *_, ended, last = [json.loads(line[6:]) for line in text.split("\n\n") if line.startswith("data: {")]
-    assert ended["choices"][0]["finish_reason"] is not None
-    counts = ("prompt_tokens", "completion_tokens", "total_tokens")
-    assert [ended["usage"][name] for name in counts] == [last["usage"][name] for name in counts]
+            streamed = {**body, "stream": True, "stream_options": options}
+            text = (await client.post("/v1/chat/completions", json=streamed)).text
+            whole = (await client.post("/v1/chat/completions", json=body)).json()
+    *chunks, last = [json.loads(line[6:]) for line in text.split("\n\n") if line.startswith("data: {")]
+    assert len(chunks) > 1
+    assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {last["usage"]["prompt_tokens"]}
+    sampled = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert sampled == sorted(sampled)
+    assert sampled[-1] == last["usage"]["completion_tokens"]
+    assert chunks[0]["prompt_token_ids"] == whole["prompt_token_ids"], "with the image's placeholders"
+    assert len(whole["prompt_token_ids"]) == last["usage"]["prompt_tokens"]
 
 
 async def test_each_chunk_tells_the_usage_so_far_if_it_is_asked_to(client: httpx.AsyncClient) -> None:

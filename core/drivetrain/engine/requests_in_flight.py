@@ -436,6 +436,7 @@ class RequestsInFlight:
                         logprobs=logprobs[shown_ids:ids_to] if params.logprobs is not None else None,
                         top_logprobs=top_logprobs[shown_ids:ids_to] if params.logprobs else None,
                         sampling_mask=mask and mask[: ids_to - shown_ids],
+                        prompt_token_ids=sample.request.prompt_token_ids,
                     )
                     mask = mask and mask[ids_to - shown_ids :]
                     shown_text, shown_ids = shown_text + len(released.text), ids_to
@@ -526,4 +527,5 @@ def _last_chunk(
         top_logprobs=completion.top_logprobs[shown_ids:] if completion.top_logprobs is not None else None,
         completion=completion,
         sampling_mask=completion.sampling_mask[shown_ids:] if completion.sampling_mask is not None else None,
+        prompt_token_ids=completion.prompt_token_ids,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -156,6 +156,8 @@ class CompletionChunk:
     """The whole completion with its finish reason, on its last chunk only."""
     sampling_mask: SamplingMask | None = None
     """Ids that each of ``token_ids`` was drawn from; None when not asked for."""
+    prompt_token_ids: Sequence[int] = ()
+    """The prompt, with the placeholder tokens of its images, videos and sounds."""
 
     @property
     def finish_reason(self) -> FinishReason | None:

@@ -17,7 +17,6 @@ from drivetrain.openai.engine_calls import Call, chat_call, completion_call
 from drivetrain.openai.payloads import Payload
 from drivetrain.openai.token_texts import TokenTexts
 from drivetrain.types.outputs import Completion, CompletionChunk
-from drivetrain.types.prompts import Prompt, TokenPrompt
 from drivetrain_serving.http_layer.answers import event_stream, json_answer
 from drivetrain_serving.http_layer.bodies import identify_by_header, read_json, unless_disconnected
 from drivetrain_serving.http_layer.route_docs import JSON, OF_ENGINES, STREAM, documented
@@ -152,9 +151,7 @@ class GenerationRoutes:
         answer_id = f"generate-tokens-{asked.request_id}"
         wanted = PromptScores.asked_for(asked, self._served.engine.model_info.vocab_size)
         if asked.stream:
-            return await self._streamed(
-                call, responses, answer_id, include_usage=asked.include_usage, with_ids=False, error_body=body_of
-            )
+            return await self._streamed(call, responses, answer_id, asked.include_usage, body_of)
         if wanted is None:
             return json_answer(responses.whole(await self._completed(call, answer_id)))
         with self._served.known_as(answer_id, call) as call:
@@ -179,15 +176,7 @@ class GenerationRoutes:
         self, call: Call, responses: Responses, asked: CompletionRequest | ChatRequest, answer_id: str
     ) -> Response:
         if asked.stream:
-            with_ids = asked.return_token_ids is True or asked.continuous_usage
-            return await self._streamed(
-                call,
-                responses,
-                answer_id,
-                include_usage=asked.include_usage,
-                with_ids=with_ids,
-                error_body=self._error_body,
-            )
+            return await self._streamed(call, responses, answer_id, asked.include_usage, self._error_body)
         return json_answer(responses.whole(await self._completed(call, answer_id)))
 
     async def _completed(self, call: Call, answer_id: str) -> list[Completion]:
@@ -208,36 +197,22 @@ class GenerationRoutes:
         call: Call,
         responses: Responses,
         answer_id: str,
-        *,
         include_usage: bool,
-        with_ids: bool,
         error_body: Callable[[DrivetrainError], Mapping[str, object]],
     ) -> Response:
-        ids: list[Sequence[int] | None] = [None] * len(call.prompts)
-        if with_ids:
-            with call.refusals():
-                read = [await self._read(prompt, index) for index, prompt in enumerate(call.prompts)]
-            call = dataclasses.replace(call, prompts=tuple(read))
-            ids = [prompt.token_ids if isinstance(prompt, TokenPrompt) else None for prompt in read]
-        pieces = self._pieces(call, responses, answer_id, ids, include_usage)
-        return await event_stream(pieces, error_body)
-
-    async def _read(self, prompt: Prompt, index: int) -> Prompt:
-        """Return a prompt as token ids, which a stream's first chunk tells; one with media stays as it is."""
-        return prompt if prompt.media else await self._served.token_prompt(prompt, index)
+        return await event_stream(self._pieces(call, responses, answer_id, include_usage), error_body)
 
     async def _pieces(
         self,
         call: Call,
         responses: Responses,
         answer_id: str,
-        ids: Sequence[Sequence[int] | None],
         include_usage: bool,
     ) -> AsyncGenerator[Mapping[str, object], None]:
         with call.refusals(), self._served.known_as(answer_id, call) as call:
             async with aclosing(self._served.generate_stream(call)) as chunks:
                 async for chunk in chunks:
-                    for piece in responses.chunks(chunk, ids[chunk.prompt_index]):
+                    for piece in responses.chunks(chunk, chunk.prompt_token_ids):
                         yield piece
         if include_usage:
             yield responses.usage_chunk()
