@@ -35,6 +35,7 @@ from drivetrain_serving.vllm.collective_rpc import CollectiveRpcRoute
 from drivetrain_serving.vllm.control import ControlRoutes
 from drivetrain_serving.vllm.embeddings import EmbeddingRoute
 from drivetrain_serving.vllm.generation import GenerationRoutes
+from drivetrain_serving.vllm.render import RenderRoutes
 from drivetrain_serving.vllm.tokens import TokenRoutes
 from drivetrain_serving.vllm.weight_checker import WeightCheckerRoute
 from drivetrain_serving.vllm.weight_transfer import WeightTransferRoutes
@@ -80,6 +81,7 @@ def application(served: ServedEngine) -> Starlette:
         if sglang
         else GenerationRoutes(served)
     )
+    render = RenderRoutes(served, header_ids=not sglang)
     tokens = TokenRoutes(served)
     status = StatusRoutes(served)
     more = sglang_routes.always()
@@ -109,7 +111,10 @@ def application(served: ServedEngine) -> Starlette:
         "/v1/completions": generation.completions,
         "/v1/chat/completions": generation.chat_completions,
         "/v1/embeddings": EmbeddingRoute(served, header_ids=not sglang).embeddings,
+        "/v1/chat/completions/render": render.chat_completions,
+        "/v1/completions/render": render.completions,
         "/inference/v1/generate": generation.generate,
+        "/inference/v1/abort_requests": control.abort_generations,
         "/tokenize": tokens.tokenize,
         "/detokenize": tokens.detokenize,
     }

@@ -26,6 +26,12 @@ _CHAT: Final = (
     *("choices.[].message.annotations", "choices.[].message.audio", "choices.[].message.function_call"),
     *("service_tier", "kv_transfer_params"),
 )
+# Sampling parameters that have their defaults, and fields of vLLM's own between its processes.
+_DEFAULTS: Final = (
+    *("bad_words", "frequency_penalty", "min_p", "output_kind", "presence_penalty", "repetition_penalty", "skip_clone"),
+    *("skip_reading_prefix_cache", "stop", "stop_token_ids", "temperature", "top_p"),
+)
+_RENDERED: Final = tuple(f"{part}sampling_params.{name}" for part in ("", "[].") for name in _DEFAULTS)
 ASKED: Final = (
     Asked("health", "GET", "/health"),
     Asked("version", "GET", "/version"),
@@ -70,6 +76,35 @@ ASKED: Final = (
     ),
     Asked("stream of ids", "POST", "/inference/v1/generate",
           {"token_ids": [5, 6], "sampling_params": SHORT, "stream": True}),
+    Asked(
+        "stream with usage in each chunk", "POST", "/v1/completions",
+        {"prompt": [5], **SHORT, "stream": True,
+         "stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+    ),
+    Asked(
+        "chat stream with usage in each chunk", "POST", "/v1/chat/completions",
+        {"messages": MESSAGES, **SHORT, "stream": True,
+         "stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+    ),
+    Asked("id of a header", "POST", "/v1/completions", {"prompt": [5], **SHORT}, headers={"X-Request-Id": "mine"}),
+    Asked(
+        "rendered chat", "POST", "/v1/chat/completions/render",
+        {"messages": MESSAGES, **SHORT, "stop": ["x"], "logprobs": True, "top_logprobs": 2, "seed": 3}, _RENDERED,
+        headers={"X-Request-Id": "mine"},
+    ),
+    Asked(
+        "rendered stream", "POST", "/v1/chat/completions/render",
+        {"messages": MESSAGES, "stream": True, "stream_options": {"include_usage": True}}, _RENDERED,
+    ),
+    Asked("rendered completions", "POST", "/v1/completions/render",
+          {"prompt": [[5, 6], [7]], **SHORT, "request_id": "two"}, _RENDERED),
+    Asked("rendered beams", "POST", "/v1/completions/render", {"prompt": [5], "use_beam_search": True}),
+    Asked("rendered for an unknown model", "POST", "/v1/completions/render", {"prompt": [5], "model": "another"}),
+    Asked("too long to render", "POST", "/v1/completions/render", {"prompt": [5] * 5000}),
+    Asked("wrong value to render", "POST", "/v1/completions/render", {"prompt": [5], "temperature": -1}),
+    Asked("abort of generations", "POST", "/inference/v1/abort_requests", {"request_ids": ["none"]}),
+    Asked("abort of no generations", "POST", "/inference/v1/abort_requests", {"request_ids": []}),
+    Asked("abort of generations without ids", "POST", "/inference/v1/abort_requests", {}),
     Asked("no json", "POST", "/v1/completions", None, headers={"content-type": "application/json"}),
     Asked("wrong type", "POST", "/v1/completions", {"prompt": [5], "max_tokens": "four"}),
     Asked("wrong value", "POST", "/v1/completions", {"prompt": [5], "temperature": -1}),
@@ -108,3 +143,26 @@ def both() -> tuple[dict[str, tuple[int, object]], dict[str, tuple[int, object]]
 @pytest.mark.parametrize("asked", ASKED, ids=lambda asked: asked.name)
 def test_ours_answers_as_vllm_does(asked: Asked, both: Any) -> None:
     compare(asked, *both)
+
+
+@pytest.mark.parametrize("name", ["id of a header", "rendered chat", "rendered completions"])
+def test_requests_have_the_same_ids(name: str, both: Any) -> None:
+    def ids(body: Any) -> list[str]:
+        return [one.get("id") or one["request_id"] for one in (body if isinstance(body, list) else [body])]
+
+    theirs, ours = (ids(answers_of[name][1]) for answers_of in both)
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("name", ["stream with usage in each chunk", "chat stream with usage in each chunk"])
+def test_each_chunk_counts_the_same_prompt(name: str, both: Any) -> None:
+    theirs, ours = (
+        {piece["usage"]["prompt_tokens"] for piece in answers_of[name][1] if piece != "[DONE]"} for answers_of in both
+    )
+    assert ours == theirs
+
+
+def test_rendered_requests_have_the_same_prompt(both: Any) -> None:
+    theirs, ours = (answers_of["rendered chat"][1] for answers_of in both)
+    assert ours["token_ids"] == theirs["token_ids"]
+    assert {name: theirs["sampling_params"][name] for name in ours["sampling_params"]} == ours["sampling_params"]

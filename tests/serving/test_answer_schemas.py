@@ -124,6 +124,12 @@ async def ask_for_tokens(site: Site) -> None:
         await site.post(path, tokens=IDS)
         await site.post(path, 400, tokens="text")
     await site.post("/v1/detokenize", tokens=[IDS, IDS])
+    streamed = {"stream": True, "stream_options": {"include_usage": True}}
+    for more in ({}, streamed):
+        await site.post("/v1/completions/render", prompt=[IDS, IDS], **more)
+        await site.post("/v1/chat/completions/render", messages=MESSAGES, **more)
+    await site.post("/v1/completions/render", 404, prompt=IDS, model="nobody")
+    await site.post("/v1/chat/completions/render", 400, messages=[])
 
 
 async def ask_for_text(site: Site) -> None:
@@ -218,6 +224,8 @@ async def pause_and_sleep(site: Site) -> None:
     await site.post("/abort_requests")
     await site.post("/abort_requests", request_ids=["absent"])
     await site.post("/abort_requests", 400, request_ids=7)
+    await site.post("/inference/v1/abort_requests", request_ids=["absent"])
+    await site.post("/inference/v1/abort_requests", 400)
     await site.post("/abort_request", rid="absent")
     await site.post("/release_kv_cache_memory", 400)
     await site.post("/pause")

@@ -10,7 +10,8 @@ import httpx
 import pytest
 
 from drivetrain import InferenceEngine, MemoryTag
-from engines import until, until_running
+from drivetrain_serving import Server, ServerConfig
+from engines import HANGING, until, until_running
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -152,6 +153,21 @@ async def test_a_header_gives_requests_of_sessions_their_id(
         if route == "chat/completions":
             assert answer.json()["id"] == "chatcmpl-of-a-session"
     await client.delete("/sessions/by-header")
+
+
+async def test_servers_of_one_engine_may_have_requests_of_one_id(
+    client: httpx.AsyncClient, engine: InferenceEngine
+) -> None:
+    """Clients number their requests, and a router spreads them over servers that share an engine."""
+    async with (
+        Server(engine, ServerConfig(port=0)) as other,
+        httpx.AsyncClient(base_url=other.url, timeout=HANGING) as its,
+    ):
+        body = {**LONG, "max_tokens": 200, "request_id": "one"}
+        running = [asyncio.create_task(one.post("/v1/completions", json=body)) for one in (client, its)]
+        await until_running(engine, 2)
+        for answer in await asyncio.gather(*running):
+            assert (answer.status_code, answer.json()["id"]) == (200, "cmpl-one"), answer.text
 
 
 async def test_ids_may_be_as_long_as_a_header(client: httpx.AsyncClient) -> None:

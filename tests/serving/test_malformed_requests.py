@@ -55,6 +55,8 @@ VLLM = (
 FIELDS: dict[str, tuple[str, ...]] = {
     "/v1/completions": (*fields_of(CompletionRequest), *VLLM, "lora_path", "json_schema", "regex", "ebnf", "rid"),
     "/v1/chat/completions": (*fields_of(ChatRequest), *VLLM),
+    "/v1/completions/render": (*fields_of(CompletionRequest), *VLLM),
+    "/v1/chat/completions/render": (*fields_of(ChatRequest), *VLLM),
     "/v1/embeddings": ("input", "messages", "model", "encoding_format", "dimensions", "truncate_prompt_tokens"),
     "/inference/v1/generate": (*fields_of(GenerateRequest), "features", "content_parts"),
     "/generate": (*fields_of(GenerateBody), "image_data", "session_params"),
@@ -63,6 +65,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "/v1/tokenize": ("prompt", "text", "add_special_tokens"),
     "/v1/detokenize": ("tokens", "skip_special_tokens"),
     "/abort_requests": ("request_ids",),
+    "/inference/v1/abort_requests": ("request_ids",),
     "/abort_request": ("rid", "abort_all"),
     "/pause_generation": ("mode",),
     "/release_memory_occupation": ("tags",),

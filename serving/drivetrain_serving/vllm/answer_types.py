@@ -286,6 +286,35 @@ class GenerateAnswer(GenerateFrame):
     prompt_token_id_logprobs: str | None
 
 
+class RenderedStreamOptions(TypedDict):
+    """Options of a stream."""
+
+    include_usage: bool
+    continuous_usage_stats: bool
+
+
+class Rendered(TypedDict):
+    """A request to ``/inference/v1/generate`` that a request of OpenAI's is rendered to."""
+
+    request_id: str
+    token_ids: Ids
+    token_offsets: None
+    features: None
+    content_parts: None
+    sampling_params: dict[str, object]
+    model: str | None
+    reasoning_ended: None
+    reasoning_parser_kwargs: None
+    return_token_ids: None
+    output_mode: Literal["tokens"]
+    stream: bool
+    stream_options: RenderedStreamOptions | None
+    cache_salt: None
+    priority: int
+    kv_transfer_params: None
+    ec_transfer_params: None
+
+
 # Tokens and embeddings -----------------------------------------------------------------------------------------------
 
 

@@ -82,6 +82,16 @@ class AbortFields(Fields):
     )
 
 
+class AbortGenerationsFields(Fields):
+    """A request to ``/inference/v1/abort_requests``."""
+
+    request_ids: object = Field(
+        default=None,
+        description="Ids of requests; empty: none.",
+        json_schema_extra={"type": "array", "items": {"type": "string"}},
+    )
+
+
 class UpdateFields(UpdateInfo):
     """A request to ``/update_weights``: of a folder, or of tensors that the trainer broadcasts."""
 
@@ -287,16 +297,24 @@ class ControlRoutes:
     @_refusals(plain_error_answer)
     async def abort_requests(self, request: Request) -> Response:
         """Answer POST ``/abort_requests``: abort the requests of ``request_ids``, or all."""
-        ids = (await read_fields(request, self._served.config, AbortFields)).request_ids or []
-        if not isinstance(ids, list) or not all(isinstance(one, str) for one in ids):
-            raise InvalidRequest(f"request_ids={shown(ids)}: expected a list of strings", field="request_ids")
+        ids = _ids(await read_fields(request, self._served.config, AbortFields))
         if not ids:
             stats = await self._engine.stats()
             await self._served.abort_all()
             return json_answer(types.Aborted(status="aborted", aborted=stats.running + stats.waiting))
         for one in ids:
-            await self._served.abort(str(one))
+            await self._served.abort(one)
         return json_answer(types.Aborted(status="aborted", aborted=len(ids)))
+
+    @documented(body=AbortGenerationsFields, media=())
+    async def abort_generations(self, request: Request) -> Response:
+        """Answer POST ``/inference/v1/abort_requests``: abort the requests of ``request_ids``, without a body."""
+        fields = await read_fields(request, self._served.config, AbortGenerationsFields)
+        if fields.request_ids is None:
+            raise InvalidRequest("Missing 'request_ids' in request body", field="request_ids")
+        for one in _ids(fields):
+            await self._served.abort(one)
+        return Response()
 
     @documented(query=SleepQuery, answer=types.Sleeping)
     @_refusals(error_answer)
@@ -469,3 +487,15 @@ def _text(value: object, name: str) -> str:
     if not isinstance(value, str) or not value:
         raise InvalidRequest(f"{name}={shown(value)}: expected a text that is not empty", field=name)
     return value
+
+
+def _ids(fields: AbortFields | AbortGenerationsFields) -> list[str]:
+    """Return the ids of requests to abort.
+
+    Raises:
+        InvalidRequest: they are no list of strings.
+    """
+    ids = fields.request_ids or []
+    if not isinstance(ids, list) or not all(isinstance(one, str) for one in ids):
+        raise InvalidRequest(f"request_ids={shown(ids)}: expected a list of strings", field="request_ids")
+    return ids
