@@ -71,6 +71,7 @@ ASKED: Final = (
     generate("id", input_ids=[5], rid="mine", sampling_params=SHORT),
     generate("ids of requests", _BATCH, input_ids=[[5], [6]], rid=["a", "b"], sampling_params=SHORT),
     generate("too few ids of requests", input_ids=[[5], [6]], rid=["a"], sampling_params=SHORT),
+    generate("the same id twice", input_ids=[[5], [6]], rid=["a", "a"], sampling_params=SHORT),
     generate("logprobs", input_ids=[5, 6], sampling_params=SHORT, return_logprob=True),
     generate("top logprobs", input_ids=[5, 6, 7], sampling_params=SHORT, return_logprob=True, top_logprobs_num=2,
              logprob_start_len=0),
