@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -183,6 +185,25 @@ class IterableActor(Actor):
         return iter(())
 
 
+@dataclass(slots=True)
+class DataActor:
+    learning_rate: float
+    policy: nn.Module
+    optimizer: object = None
+
+
+class ActorWithParameters(Actor):
+    """Its names are not the checkpoint's."""
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((f"actor.{name}", tensor) for name, tensor in self.model.named_parameters())
+
+
+class DelegatingActor(Actor):
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+
 class PropertyActor:
     def __init__(self, model: nn.Module) -> None:
         self._models = [model]
@@ -211,6 +232,9 @@ ACTORS: dict[str, Callable[[nn.Module], Any]] = {
     "iterable": IterableActor,
     "property": PropertyActor,
     "slot": SlottedActor,
+    "data class with slots": lambda model: DataActor(0.1, model),
+    "named parameters of its own": ActorWithParameters,
+    "attributes of its module": DelegatingActor,
     "module without tensors": lambda model: SimpleNamespace(model=model, loss=nn.CrossEntropyLoss()),
     "one module twice": lambda model: SimpleNamespace(model=model, engine=model),
     "a buffer that is not saved": ActorModuleWithBuffer,
@@ -221,6 +245,170 @@ ACTORS: dict[str, Callable[[nn.Module], Any]] = {
 def test_the_policy_is_found_in_an_actor(how: str) -> None:
     model = policy(1)
     assert held_policy(ACTORS[how](model)) is model
+
+
+@pytest.mark.parametrize("outer", [DistributedDataParallel, torch.compile])
+def test_the_policy_is_found_in_an_actor_beside_its_wrapper(outer: Callable[[Any], Any]) -> None:
+    model = policy(1)
+    wrapped = outer(model)
+    assert held_policy(SimpleNamespace(model=model, model_wrapped=wrapped)) is wrapped
+
+
+class PropertyAndReference(PropertyActor):
+    def __init__(self, model: nn.Module, reference: nn.Module) -> None:
+        super().__init__(model)
+        self.reference = reference
+
+
+@dataclass(slots=True)
+class DataActorAndCritic:
+    model: nn.Module
+    critic: nn.Module
+
+
+@pytest.mark.parametrize("kind", [PropertyAndReference, DataActorAndCritic])
+def test_a_module_beside_a_property_or_a_slot_makes_several(kind: Callable[..., Any]) -> None:
+    with pytest.raises(InvalidRequest, match=r"several modules \(model, (reference|critic)\)"):
+        held_policy(kind(policy(1), policy(2)))
+
+
+class Pairs:
+    """Holds another policy, which must not be pushed."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = policy(99)
+        self._pushed = model
+
+    def named(self, *, dtype: torch.dtype = torch.float32) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, tensor.to(dtype)) for name, tensor in self._pushed.named_parameters())
+
+
+class CalledPairs(Pairs):
+    def __call__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self.named()
+
+
+class CalledPairsWithOption(Pairs):
+    def __call__(self, dtype: torch.dtype = torch.float32) -> Iterator[tuple[str, torch.Tensor]]:
+        return self.named(dtype=dtype)
+
+
+class IteratedPairs(Pairs):
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self.named()
+
+
+class IteratedPairsCalledForMore(IteratedPairs):
+    def __call__(self, prompts: list[str]) -> list[str]:
+        return prompts
+
+
+class MappedPairs(Mapping[str, torch.Tensor]):
+    def __init__(self, model: nn.Module) -> None:
+        self.model = policy(99)
+        self._tensors = dict(model.named_parameters())
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+class NextPairs(Pairs):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self._pairs = self.named()
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self
+
+    def __next__(self) -> tuple[str, torch.Tensor]:
+        return next(self._pairs)
+
+
+@dataclass
+class DataPairs:
+    model: nn.Module
+    pushed: nn.Module
+
+    def __call__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self.pushed.named_parameters()
+
+
+def with_model(function: Any) -> Any:
+    function.model = policy(99)
+    return function
+
+
+PAIRS: dict[str, Callable[[Any], Any]] = {
+    "callable": CalledPairs,
+    "callable with an option": CalledPairsWithOption,
+    "callable data class": lambda model: DataPairs(policy(99), model),
+    "iterable": IteratedPairs,
+    "iterable that is callable with an argument": IteratedPairsCalledForMore,
+    "iterator": NextPairs,
+    "mapping": MappedPairs,
+    "method of an actor": lambda model: Pairs(model).named,
+    "method of a module": lambda model: model.named_parameters,
+    "partial": lambda model: partial(type(model).named_parameters, model),
+    "partial with a module": lambda model: with_model(partial(model.named_parameters)),
+    "function with a module": lambda model: with_model(lambda: model.named_parameters()),
+    "cached function": lambda model: with_model(lru_cache(lambda: list(model.named_parameters()))),
+    "generator": lambda model: model.named_parameters(),
+    "list": lambda model: list(model.named_parameters()),
+}
+
+
+@pytest.mark.parametrize("how", PAIRS)
+def test_pairs_are_pushed_and_not_a_module_beside_them(engine: SyncEngine, how: str) -> None:
+    model = policy(30 + list(PAIRS).index(how))
+    push(engine, PAIRS[how](model), f"pairs {how}")
+    assert gap(engine, model) < TOLERANCE
+
+
+class Forwarding(Actor):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model(*args, **kwargs)
+
+
+def needs_a_step(step: int) -> Iterator[tuple[str, torch.Tensor]]:
+    raise AssertionError(step)
+
+
+def test_a_callable_that_may_be_an_actor_or_pairs_is_refused(engine: SyncEngine) -> None:
+    with pytest.raises(InvalidRequest, match="a Forwarding that holds a module, and can be called with any") as caught:
+        WeightSync.connect(Forwarding(policy(1)), engine.engine)
+    assert caught.value.field == "source"
+    for function in (needs_a_step, partial(needs_a_step)):
+        with pytest.raises(InvalidRequest, match="cannot be called without arguments; give"):
+            WeightSync.connect(function, engine.engine)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match=r"source yields 'step 1'; expected .* pass the module that it holds"):
+        push(engine, TrainingLoop(policy(1)), "loop")
+
+
+class TrainingLoop(Actor):
+    def __iter__(self) -> Iterator[str]:
+        return iter(["step 1"])
+
+
+@pytest.mark.parametrize("kind", [CallableActor, IterableActor, Forwarding, TrainingLoop])
+def test_an_adapter_is_found_in_an_actor_that_is_called_or_iterated_over(engine: SyncEngine, kind: type[Actor]) -> None:
+    model = adapted(50)
+    push(engine, {name: tensor for name, tensor in model.state_dict().items() if "lora_" not in name}, "base")
+    sync = LoraSync.connect(kind(model), engine.engine)
+    engine.run(sync.push(version="adapter"))
+    assert gap(engine, model, lora="policy") < TOLERANCE
+    engine.run(sync.close())
+
+
+def test_a_callable_actor_is_pushed_if_its_call_wants_arguments(engine: SyncEngine) -> None:
+    model = policy(51)
+    push(engine, CallableActor(model), "callable actor")
+    assert gap(engine, model) < TOLERANCE
 
 
 def test_connecting_an_actor_module_calls_no_state_dict(engine: SyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:

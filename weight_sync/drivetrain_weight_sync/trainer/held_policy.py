@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from itertools import chain
-from types import FunctionType, MethodType
+from types import FunctionType, MemberDescriptorType, MethodType
 
 from torch import nn
 
@@ -20,8 +20,8 @@ def held_policy(source: object, argument: str = "source") -> object:
     """Return the module that an actor holds; return any other source as it is.
 
     An actor is an object that has one module with tensors as an attribute, even if it can be called or iterated over;
-    or a module in which one model of transformers or peft holds every tensor. An attribute ``model`` counts also if it
-    is a property or a slot.
+    or a module in which one model of transformers or peft holds every tensor. Slots are attributes, and so is a
+    property ``model``. A module within another one that the object has, as in DDP, does not count.
 
     Args:
         source: The source.
@@ -34,24 +34,41 @@ def held_policy(source: object, argument: str = "source") -> object:
         return _model_in(source)
     if isinstance(source, _NO_ACTORS):
         return source
-    held = _with_tensors(getattr(source, "__dict__", {})) or _with_tensors({"model": getattr(source, "model", None)})
+    held = _outermost(_with_tensors(_attributes(source)))
     if len(held) > 1:
-        names = listed([name for name, _ in held.values()])
+        names = listed([name for name, _ in held])
         raise InvalidRequest(
             f"{argument} is a {type(source).__name__} with several modules ({names}); pass the one that the engine "
             "serves",
             field=argument,
         )
-    return next((_model_in(module) for _, module in held.values()), source)
+    return next((_model_in(module) for _, module in held), source)
 
 
-def _with_tensors(attributes: Mapping[str, object]) -> dict[int, tuple[str, nn.Module]]:
-    """Return each module that has a tensor once, by its id, with the name of an attribute that is the module."""
-    return {
+def _attributes(source: object) -> dict[str, object]:
+    slots = (
+        name
+        for kind in type(source).__mro__
+        for name, member in vars(kind).items()
+        if isinstance(member, MemberDescriptorType)
+    )
+    named = {name: getattr(source, name, None) for name in ("model", *slots)}
+    return named | getattr(source, "__dict__", {})
+
+
+def _with_tensors(attributes: Mapping[str, object]) -> dict[str, nn.Module]:
+    """Return each module that has a tensor once, by the last attribute that is the module."""
+    found = {
         id(value): (name, value)
         for name, value in attributes.items()
         if isinstance(value, nn.Module) and any(True for _ in chain(value.parameters(), value.buffers()))
     }
+    return dict(found.values())
+
+
+def _outermost(modules: Mapping[str, nn.Module]) -> list[tuple[str, nn.Module]]:
+    within = {id(part) for module in modules.values() for part in module.modules() if part is not module}
+    return [(name, module) for name, module in modules.items() if id(module) not in within]
 
 
 def _model_in(module: nn.Module) -> nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol, cast
 
@@ -18,6 +19,8 @@ from drivetrain_weight_sync.tensors.stacked_experts import by_checkpoint_name
 from drivetrain_weight_sync.trainer.held_policy import held_policy
 from drivetrain_weight_sync.trainer.in_memory_names import InMemoryNames
 from drivetrain_weight_sync.trainer.merged_adapters import AdaptedModule, MergedAdapters
+
+_REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 NamedShards = Iterable[tuple[str, torch.Tensor | WeightShard]]
@@ -40,6 +43,9 @@ class Source:
     they are read once per push, and a tensor may be overwritten as soon as the next one is read. A generator can be
     read only once; a function that returns one can be read at every push.
 
+    An object that can be iterated over, or called without arguments, yields pairs even if it holds a module: if it is
+    an actor all the same, the push fails, whereas a module in the place of pairs would be served.
+
     Args:
         given: The trainer's source.
         names: Translates names of the transformers model in memory.
@@ -52,14 +58,7 @@ class Source:
         names: InMemoryNames | None = None,
         outline: Callable[[], Mapping[str, torch.Tensor]] | None = None,
     ) -> None:
-        found = held_policy(given)
-        if not isinstance(found, nn.Module | Mapping | Iterable) and not callable(found):
-            raise InvalidRequest(
-                f"source is a {type(given).__name__}; give a torch module or an object that holds one, a mapping of "
-                "names to tensors, (name, tensor) pairs, or a function that returns such pairs",
-                field="source",
-            )
-        self._given = cast("WeightInput", found)
+        self._given, self._function = _read_as(given)
         self._names = names
         self._outline = outline
         self._spent = False
@@ -182,8 +181,9 @@ class Source:
         given = self._given
         if isinstance(given, Mapping):
             return _without_wrappers(_named(given.items()))
-        if callable(given):
-            return _named(given())
+        if self._function is not None:
+            return _named(self._function())
+        assert isinstance(given, Iterable)
         if isinstance(given, Iterator):
             if self._spent:
                 raise WeightSyncError(
@@ -214,6 +214,48 @@ class GatheredSource(Source):
 
     def _groups(self) -> Iterable[NamedTensors]:
         return (bucket.items() for bucket in self._buckets())
+
+
+def _read_as(given: object) -> tuple[WeightInput, Callable[[], object] | None]:
+    """Return the source to read, and the function that returns its pairs if there is one.
+
+    Raises:
+        InvalidRequest: ``given`` is no source, or may be an actor as well as a function that returns pairs.
+    """
+    if isinstance(given, nn.Module | Mapping):
+        return cast("WeightInput", held_policy(given)), None
+    if callable(given) and not _needs_arguments(given):
+        if _takes_any_arguments(given) and held_policy(given) is not given:
+            raise InvalidRequest(
+                f"source is a {type(given).__name__} that holds a module, and can be called with any arguments; pass "
+                "the module itself, or a function without arguments that returns (name, tensor) pairs",
+                field="source",
+            )
+        return cast("WeightInput", given), given
+    held = given if isinstance(given, Iterable) else held_policy(given)
+    if not isinstance(held, nn.Module | Iterable):
+        wants = " that cannot be called without arguments" if callable(given) else ""
+        raise InvalidRequest(
+            f"source is a {type(given).__name__}{wants}; give a torch module or an object that holds one, a mapping of "
+            "names to tensors, (name, tensor) pairs, or a function without arguments that returns such pairs",
+            field="source",
+        )
+    return cast("WeightInput", held), None
+
+
+def _needs_arguments(function: Callable[..., object]) -> bool:
+    return any(one.default is one.empty and one.kind not in _REST for one in _parameters(function))
+
+
+def _takes_any_arguments(function: Callable[..., object]) -> bool:
+    return any(one.kind in _REST for one in _parameters(function))
+
+
+def _parameters(function: Callable[..., object]) -> Iterable[inspect.Parameter]:
+    try:
+        return inspect.signature(function).parameters.values()
+    except ValueError:  # some functions of C do not tell
+        return ()
 
 
 def by_name(pairs: Iterable[tuple[str, torch.Tensor | DerivedTensor]]) -> dict[str, torch.Tensor]:
@@ -256,7 +298,10 @@ def _named(pairs: object) -> NamedTensors:
 
 
 def _no_pairs(value: object) -> InvalidRequest:
-    return InvalidRequest(f"source yields {shown(value)}; expected (name, tensor) pairs", field="source")
+    return InvalidRequest(
+        f"source yields {shown(value)}; expected (name, tensor) pairs; of an actor, pass the module that it holds",
+        field="source",
+    )
 
 
 def _checked(pairs: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:

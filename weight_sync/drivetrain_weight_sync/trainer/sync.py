@@ -75,10 +75,11 @@ class WeightSync:
 
         Args:
             source: a torch module or an object with one as its only module that has tensors, a mapping of names to
-                tensors, (name, tensor) pairs, or a function that returns pairs. A tensor may be a DTensor, as of FSDP2,
-                or a :class:`WeightShard`. Names are those of the checkpoint, or of the transformers model in memory;
-                prefixes of ``torch.compile`` and DDP are dropped. The module of an object is looked for now, and not
-                at each push.
+                tensors, (name, tensor) pairs, or a function without arguments that returns pairs. An object that can be
+                iterated over or called without arguments yields pairs, whatever modules it has. A tensor may be a
+                DTensor, as of FSDP2, or a :class:`WeightShard`. Names are those of the checkpoint, or of the
+                transformers model in memory; prefixes of ``torch.compile`` and DDP are dropped. The module of an object
+                is looked for now, and not at each push.
             engine: the engine to push to. Once started, it reports its GPUs, which ``auto`` takes into account. One
                 rank of a sharded trainer passes it and all others pass None; every rank calls :meth:`push` with the
                 same version, and every push returns or raises the same on all of them.
