@@ -154,6 +154,27 @@ def test_an_adapter_alone_is_pushed_however_its_policy_is_wrapped(engine: SyncEn
     engine.run(sync.close())
 
 
+def test_adapters_of_stacked_experts_are_merged_and_refused_alone() -> None:
+    """Transformers stacks the experts of its models, and peft then adapts parameters where layers were named."""
+    path = str(tiny_model("qwen3_moe"))
+    torch.manual_seed(40)
+    layers = ["gate_proj", "up_proj", "down_proj"]
+    config = LoraConfig(r=2, target_modules=layers, init_lora_weights=False)
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), config).eval()
+    with sync_engine("transformers", model=path, dtype="float32", enable_lora=True) as moe:
+        assert gap(moe, model) > 1000 * TOLERANCE
+        push(moe, model, "merged")
+        before = gap(moe, model)
+        assert before < TOLERANCE
+        sync = LoraSync.connect(model, moe.engine)
+        with pytest.raises(
+            InvalidRequest, match=r"target_parameters=\['down_proj', 'gate_up_proj'\].*push all weights"
+        ):
+            moe.run(sync.push(version="alone"))
+        moe.run(sync.close())
+        assert (moe.get_weight_version(), gap(moe, model)) == ("merged", before)
+
+
 def test_an_actor_with_several_modules_is_refused_with_their_names(engine: SyncEngine) -> None:
     actor = Actor(policy(1))
     actor.critic = nn.Linear(4, 1)  # type: ignore[attr-defined]

@@ -18,6 +18,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "embedding": {"target_modules": ["embed_tokens", "down_proj"]},
     "modules_to_save": {"modules_to_save": ["lm_head"]},
     "tokens": {"trainable_token_indices": [3, 5]},
+    "parameters of experts": {
+        "architecture": "qwen3_moe",
+        "target_modules": ["q_proj"],
+        "target_parameters": ["experts.gate_up_proj", "experts.down_proj", "o_proj.weight"],
+    },
+    "transposed parameters of experts": {
+        "architecture": "gpt_oss",
+        "target_modules": ["q_proj"],
+        "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
+    },
 }
 
 

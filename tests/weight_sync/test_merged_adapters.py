@@ -54,10 +54,10 @@ def test_an_adapter_is_merged_in_copies_and_the_policy_keeps_every_bit(kind: str
         name: value.compute() if isinstance(value, DerivedTensor) else value.detach()
         for name, value in Source(peft).pairs()
     }
-    wanted = adapted(**SETTINGS[kind]).merge_and_unload().state_dict()  # type: ignore[operator]
+    wanted = pushed(adapted(**SETTINGS[kind]).merge_and_unload())  # type: ignore[operator]
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
-    base = model().state_dict()
+    base = pushed(model(SETTINGS[kind].get("architecture", "qwen2")))
     assert any(not torch.equal(found[name], tensor) for name, tensor in base.items())
     assert bits(peft) == before
     assert {name: repr(vars(part)) for name, part in peft.named_modules()} == texts

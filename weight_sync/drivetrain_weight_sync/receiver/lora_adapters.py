@@ -51,7 +51,7 @@ _NEUTRAL: Final[Mapping[str, Sequence[object]]] = {
 _REMEDIES: Final[Mapping[str, str]] = {
     "init_lora_weights": "save it as plain LoRA (peft: path_initial_model_for_weight_conversion)",
     "bias": "train with bias='none'",
-    "target_parameters": "name linear layers in target_modules: stacked experts take no adapter per request",
+    "target_parameters": "adapt other layers than stacked experts, which take no adapter per request",
 }
 
 

@@ -212,7 +212,8 @@ def _require_mergeable(apart: Mapping[str, nn.Module]) -> None:
                 f"adapters {sorted(merged)} of {name} are merged and {sorted(active)} are active; nothing was changed. "
                 "Call unmerge_adapter(), then push, or merge_adapter() with the active ones"
             )
-        if hasattr(part, "unload_and_optionally_merge_module"):
+        # A layer of target_parameters has its own way to unload nested ones, and merges in place as others do.
+        if hasattr(part, "unload_and_optionally_merge_module") and not hasattr(part, "parameter_name"):
             raise WeightSyncError(f"{name} is a {type(part).__name__}, which merges only as it is unloaded; {both}")
 
 
