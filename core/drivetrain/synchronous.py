@@ -8,7 +8,6 @@ import functools
 import os
 import queue
 import threading
-import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Executor, Future
 from contextlib import ExitStack, aclosing
@@ -174,8 +173,8 @@ class SyncEngine:
 
     Its calls are those of :class:`InferenceEngine`, with the same arguments, results and errors. They run in an event
     loop of its own, in a thread of its own, so any number of threads may call at once. If a call is interrupted, as by
-    Ctrl-C, or a stream is left, its requests are aborted. An inline engine that is still open when the interpreter ends
-    is closed then.
+    Ctrl-C, or a stream is left, its requests are aborted. An inline engine or a fleet that is still open when the
+    interpreter ends is closed then, and an attached engine is detached.
     """
 
     def __init__(self, engine: InferenceEngine, loop: _LoopThread) -> None:
@@ -185,7 +184,7 @@ class SyncEngine:
         loop.engine = engine
         self._ending = threading.Lock()
         self._ended = False
-        _made.add(self)
+        _open[self] = None
 
     def run(self, work: Coroutine[Any, Any, _R]) -> _R:
         """Run a coroutine in the engine's event loop, such as ``sync.push(version=…)``; return its result.
@@ -211,10 +210,14 @@ class SyncEngine:
                     self.run(self.engine.teardown())
                 finally:
                     self._loop.close()
+                    _open.pop(self, None)
 
     def end_with_interpreter(self) -> None:
-        """Stop an inline engine as the interpreter ends, which would abort if a step of it were under way."""
-        if type(self.engine) is InferenceEngine and self.engine.isolation is Isolation.INLINE:
+        """Stop an inline engine or a fleet, or detach, as the interpreter ends.
+
+        The interpreter would abort if a step of an inline engine were under way. A host process ends by its socket.
+        """
+        if type(self.engine) is not InferenceEngine or self.engine.isolation is Isolation.INLINE:
             self._loop.start_no_threads()
             self.teardown()
 
@@ -354,14 +357,15 @@ class SyncEngine:
     save_remote_model = _blocking(InferenceEngine.save_remote_model)
 
 
-_made: weakref.WeakSet[SyncEngine] = weakref.WeakSet()
-os.register_at_fork(after_in_child=_made.clear)
+_open: dict[SyncEngine, None] = {}
+"""Engines that were not torn down, oldest first; a dictionary for its order."""
+os.register_at_fork(after_in_child=_open.clear)
 
 
 @atexit.register
 def _close_all() -> None:
-    with ExitStack() as closing:
-        for engine in list(_made):
+    with ExitStack() as closing:  # the newest first: it may be attached to an older one
+        for engine in _open:
             closing.callback(engine.end_with_interpreter)
 
 

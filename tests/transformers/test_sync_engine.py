@@ -228,31 +228,57 @@ def test_ctrl_c_ends_the_call_and_the_engine(model: str) -> None:
     assert (done.returncode, done.stdout) == (0, "interrupted True\n"), done.stderr
 
 
-MADE = {
-    "inline": "sync_engine('transformers', model=model)",
-    "fleet": "sync_engine(InferenceEngineClient([create_engine('transformers', model=model) for _ in range(2)]))",
+OPEN = {
+    "an inline engine": ["inline()"],
+    "a fleet": ["sync_engine(fleet())"],
+    "an attached engine": ["inline()", "sync_engine(made[0].handle())"],
+    "an attached fleet": ["sync_engine(fleet())", "sync_engine(made[0].handle())"],
 }
+"""Expressions that make engines, of which the last is asked."""
 
 
-@pytest.mark.parametrize("made", MADE.values(), ids=MADE)
-def test_the_interpreter_ends_while_engines_are_open(model: str, made: str) -> None:
-    """An inline engine, which is in the middle of a step, is closed."""
+@pytest.mark.parametrize("made", OPEN.values(), ids=OPEN)
+def test_the_interpreter_ends_while_engines_are_in_the_middle_of_a_step(model: str, made: list[str]) -> None:
     script = (
         "import sys, threading\n"
         "from drivetrain import EngineError, SamplingParams, create_engine, sync_engine\n"
         "from drivetrain_fleet import InferenceEngineClient\n"
-        "model = sys.argv[1]\n"
-        f"engine = {made}\n"
-        "engine.__enter__()\n"
-        "params = SamplingParams(max_new_tokens=1000, ignore_eos=True)\n"
+        "def one(): return create_engine('transformers', model=sys.argv[1])\n"
+        "def inline(): return sync_engine(one())\n"
+        "def fleet(): return InferenceEngineClient([one(), one()])\n"
+        "made = []\n"
+        f"for make in {made}:\n"
+        "    made.append(eval(make))\n"
+        "    made[-1].__enter__()\n"
+        "engine = made.pop()\n"
         "def ask():\n"
-        "    try: engine.generate([5], params)\n"
+        "    try: engine.generate([[5], [6], [7]], SamplingParams(max_new_tokens=1000, ignore_eos=True))\n"
         "    except EngineError: pass\n"
+        "threading.Thread(target=ask, daemon=True).start()\n"
+        "while not engine.stats().running: pass\n"
     )
-    if made == MADE["inline"]:
-        script += "threading.Thread(target=ask, daemon=True).start()\nwhile not engine.stats().running: pass\n"
     done = warm_python.run("-c", script, model, timeout=HANGING * 3)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_an_engine_serves_on_when_the_interpreter_of_a_holder_ends(model: str, other: SyncEngine) -> None:
+    script = (
+        "import sys, threading\n"
+        "from drivetrain import EngineError, EngineHandle, SamplingParams, sync_engine\n"
+        "engine = sync_engine(EngineHandle(*sys.argv[1:]))\n"
+        "def ask():\n"
+        "    try: engine.generate([5], SamplingParams(max_new_tokens=1000, ignore_eos=True))\n"
+        "    except EngineError: pass\n"
+        "threading.Thread(target=ask, daemon=True).start()\n"
+        "while not engine.stats().running: pass\n"
+    )
+    handle = other.handle()
+    done = warm_python.run("-c", script, handle.address, handle.key, timeout=HANGING * 3)
+    assert (done.returncode, done.stderr) == (0, "")
+    deadline = time.monotonic() + HANGING
+    while other.stats().running:  # the holder's request is aborted
+        assert time.monotonic() < deadline
+    assert greedy_ids(other, [5])
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
