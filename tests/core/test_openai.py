@@ -61,6 +61,18 @@ Payload = dict[str, Any]
 CHAT: Payload = {"messages": [{"role": "user", "content": "x"}], "request_id": "r"}
 TEXT: Payload = {"prompt": "x", "request_id": "r"}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+def named(function: str) -> Payload:
+    return {"type": "function", "function": {"name": function}}
+
+
+def defining(function: str, definition: Payload) -> Payload:
+    """Return a tool whose parameter refers to a definition of the name X."""
+    parameters = {"type": "object", "properties": {"x": {"$ref": "#/$defs/X"}}, "$defs": {"X": definition}}
+    return {"type": "function", "function": {"name": function, "parameters": parameters}}
+
+
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "integer"}}}
 
 
@@ -302,10 +314,27 @@ def test_arguments_of_earlier_tool_calls_are_objects_to_the_template() -> None:
         ({**CHAT, "max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens", "max_tokens=3"),
         ({**CHAT, "top_logprobs": 3}, "top_logprobs", "logprobs=True"),
         ({**CHAT, "tool_choice": "auto"}, "tool_choice", "no tools"),
-        ({**CHAT, "tools": [TOOL], "tool_choice": "required"}, "tool_choice", "'auto' or 'none'"),
+        ({**CHAT, "tool_choice": "required"}, "tool_choice", "no tools"),
+        ({**CHAT, "tools": [TOOL], "tool_choice": "any"}, "tool_choice", "'auto', 'none' or 'required'"),
+        ({**CHAT, "tools": [TOOL], "tool_choice": named("mul")}, "tool_choice", "'mul' is none of tools, which are"),
+        ({**CHAT, "tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice.function", "is missing"),
+        (
+            {
+                **CHAT,
+                "tools": [TOOL],
+                "tool_choice": "required",
+                "structured_output": {"kind": "regex", "regex": "a"},
+            },
+            "tool_choice",
+            "leave one of them out",
+        ),
+        (
+            {**CHAT, "tools": [defining("f", {"type": "string"}), defining("g", {})], "tool_choice": "required"},
+            "tools",
+            "'g' defines 'X' in another way",
+        ),
         ({**CHAT, "tools": [{**TOOL, "type": "web"}]}, "tools.0", "expected"),
         ({**CHAT, "tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools.0", "strict"),
-        ({**CHAT, "parallel_tool_calls": False}, "parallel_tool_calls", "True"),
         ({**CHAT, "store": True}, "store", "False"),
         ({**CHAT, "response_format": {"type": "json_schema"}}, "response_format", "both or neither"),
         (
@@ -974,6 +1003,26 @@ async def test_streamed_tool_calls_never_show_as_content(scripted: Scripted) -> 
     assert (call["index"], call["function"]) == (0, {"name": "add", "arguments": '{"a": 1}'})
     assert choices[-1]["finish_reason"] == "tool_calls"
     assert [token for choice in choices for token in choice["token_ids"]] == [*CALLS.encode(), EOS]
+
+
+async def test_at_most_one_call_comes_back_if_the_request_says_so(scripted: Scripted) -> None:
+    engine, backend = scripted
+    backend.says = CALLS * 2
+    for parallel, count in ((None, 2), (True, 2), (False, 1)):
+        asked = {**CHAT, "tools": [TOOL], "parallel_tool_calls": parallel}
+        (choice,) = (await engine.chat_completion(asked))["choices"]
+        chunks = [chunk async for chunk in engine.chat_completion_stream(asked)]
+        assert len(choice["message"].get("tool_calls", [])) == count
+        assert len([call for chunk in chunks for call in chunk["choices"][0]["delta"].get("tool_calls", [])]) == count
+        assert choice["finish_reason"] == "tool_calls"
+
+
+async def test_a_demanded_call_wants_an_engine_that_holds_its_output_to_a_schema(scripted: Scripted) -> None:
+    engine, _ = scripted
+    for choice in ("required", named("add")):
+        with pytest.raises(UnsupportedCapability) as refusal:
+            await engine.chat_completion({**CHAT, "tools": [TOOL], "tool_choice": choice})
+        assert refusal.value.capability == "structured_json"
 
 
 async def test_with_tools_a_stream_of_plain_text_is_whole(scripted: Scripted) -> None:

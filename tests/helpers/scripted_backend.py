@@ -15,6 +15,7 @@ from drivetrain.types.capability import Capability
 from drivetrain.types.config import Isolation
 from drivetrain.types.outputs import FinishReason, VersionSpan
 from drivetrain.types.routed_experts import RoutedExperts
+from drivetrain.types.sampling import StructuredOutput
 
 END: Final = 258
 MERGED: Final = 0
@@ -42,16 +43,24 @@ CALL: Final = '<tool_call>{"name" : "add", "arguments" :  {"b": [12], "a": 1}}</
 
 
 class ScriptedBackend(Backend):
-    """Generates given texts, byte by byte. A text that ends with ``…`` is cut off by its length."""
+    """Generates given texts, byte by byte. A text that ends with ``…`` is cut off by its length.
+
+    It claims structured output, and trusts the test to give texts that follow the grammar.
+    """
 
     name = "scripted"
     engine_distribution = "pytest"
     says: Sequence[str] = ()
+    grammar: StructuredOutput | None = None
+    """Grammar of the last request."""
 
     @classmethod
     def capabilities(cls, config: EngineConfig) -> frozenset[Capability]:
         return frozenset(
-            {Capability.STREAMING, Capability.ABORT, Capability.LOGPROBS_TEMPERATURE, Capability.ROUTED_EXPERTS}
+            {
+                *(Capability.STREAMING, Capability.ABORT, Capability.LOGPROBS_TEMPERATURE, Capability.ROUTED_EXPERTS),
+                Capability.STRUCTURED_JSON,
+            }
         )
 
     async def start(self, report: Callable[[str], None]) -> ModelInfo:
@@ -65,6 +74,7 @@ class ScriptedBackend(Backend):
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         text, *self.says = self.says
+        self.grammar = request.params.structured_output
         cut = text.endswith("…")
         ids = [*text.removesuffix("…").encode(), *([] if cut else [END])]
         experts = [[[token_id]] for token_id in ids]

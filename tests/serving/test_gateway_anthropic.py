@@ -12,6 +12,7 @@ import pytest
 import pytest_asyncio
 
 from drivetrain import InferenceEngine, InvalidRequest
+from drivetrain.types.sampling import JsonSchema
 from drivetrain_serving import Server, ServerConfig
 from drivetrain_serving.gateway.anthropic import to_chat
 from engines import HANGING
@@ -110,6 +111,52 @@ async def test_a_conversation_with_a_tool_is_one_branch(talking: Talking, stream
     assert "<|im_start|>tool\n2<|im_end|>" in text
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("choice", "says", "inputs"),
+    [
+        (
+            {"type": "any"},
+            '[{"name": "add", "parameters": {"a": 1}}, {"name": "add", "parameters": {}}]',
+            [{"a": 1}, {}],
+        ),
+        ({"type": "any", "disable_parallel_tool_use": True}, '[{"name": "add", "parameters": {"a": 2}}]', [{"a": 2}]),
+        ({"type": "tool", "name": "add"}, '{"a": 3}', [{"a": 3}]),
+    ],
+)
+async def test_a_demanded_call_is_a_block(
+    talking: Talking, choice: dict[str, Any], says: str, inputs: list[Any], stream: bool
+) -> None:
+    gateway, backend, _ = talking
+    backend.says = [says, "two"]
+    asked: Any = {"messages": [{"role": "user", "content": "add"}], "tools": TOOLS, "tool_choice": choice}
+    answer = put_together(await events(gateway, **asked)) if stream else await message(gateway, **asked)
+    assert [(block["type"], block["name"], block["input"]) for block in answer["content"]] == [
+        ("tool_use", "add", given) for given in inputs
+    ]
+    assert answer["stop_reason"] == "tool_use"
+    assert isinstance(backend.grammar, JsonSchema)
+    single = "disable_parallel_tool_use" in choice
+    assert json.loads(backend.grammar.json_schema).get("maxItems") == (1 if single else None)
+    results = [{"type": "tool_result", "tool_use_id": block["id"], "content": "2"} for block in answer["content"]]
+    after = [{"role": "assistant", "content": answer["content"]}, {"role": "user", "content": results}]
+    await message(gateway, messages=[*asked["messages"], *after], tools=TOOLS)
+    (branch,) = await gateway.branches()
+    assert [bytes(run[:-1]).decode() for run in sampled(branch)] == [says, "two"], "the sampled ids are kept"
+
+
+async def test_a_demanded_call_that_was_cut_off_is_left_out(talking: Talking) -> None:
+    gateway, backend, _ = talking
+    asked: Any = {"messages": [{"role": "user", "content": "add"}], "tools": TOOLS}
+    for choice, says in (
+        ({"type": "any"}, '[{"name": "add", "parameters": {"a…'),
+        ({"type": "tool", "name": "add"}, '{"a…'),
+    ):
+        backend.says = [says]
+        answer = await message(gateway, **asked, tool_choice=choice)
+        assert (answer["content"], answer["stop_reason"]) == ([], "max_tokens")
+
+
 async def test_both_apis_continue_one_conversation(talking: Talking) -> None:
     gateway, backend, _ = talking
     backend.says = ["well", "good"]
@@ -154,7 +201,9 @@ async def test_tokens_are_counted_and_nothing_is_recorded(talking: Talking) -> N
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages.0.content.0"),
         ({"messages": [{"role": "assistant", "content": [{"type": "thinking", "thinking": "a"}]}]}, "messages.0"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0"),
-        ({"tools": TOOLS, "tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "tool"}}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "mul"}}, "'mul' is none of tools"),
+        ({"tool_choice": {"type": "any"}}, "no tools"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
         ({"temperature": -1}, "temperature"),
         ({"model": "another", "stream": True}, "another"),

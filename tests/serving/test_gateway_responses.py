@@ -69,6 +69,40 @@ async def test_a_conversation_with_a_tool_is_one_branch(talking: Talking, stream
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("choice", "says", "arguments"),
+    [
+        (
+            "required",
+            '[{"name": "add", "parameters": {"a": 1}}, {"name": "add", "parameters": {}}]',
+            ['{"a": 1}', "{}"],
+        ),
+        ({"type": "function", "name": "add"}, '{"a": 3}', ['{"a": 3}']),
+    ],
+)
+async def test_a_demanded_call_is_an_item(
+    talking: Talking, choice: Any, says: str, arguments: list[str], stream: bool
+) -> None:
+    gateway, backend, _ = talking
+    backend.says = [says]
+    asked: Any = {"tools": TOOLS, "tool_choice": choice, "stream": stream, "parallel_tool_calls": len(arguments) > 1}
+    answer = await respond(gateway, "add", **asked)
+    assert [(item.type, item.name, item.arguments, item.status) for item in answer.output] == [
+        ("function_call", "add", given, "completed") for given in arguments
+    ]
+    assert answer.parallel_tool_calls == (len(arguments) > 1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_demanded_call_that_was_cut_off_is_incomplete(talking: Talking, stream: bool) -> None:
+    gateway, backend, _ = talking
+    backend.says = ['{"a": 1…']
+    answer = await respond(gateway, "add", tools=TOOLS, tool_choice={"type": "function", "name": "add"}, stream=stream)
+    (item,) = answer.output
+    assert (item.arguments, item.status, answer.status) == ('{"a": 1', "incomplete", "incomplete")
+
+
+@pytest.mark.parametrize("stream", [False, True])
 async def test_an_answer_that_was_cut_off_is_incomplete(talking: Talking, stream: bool) -> None:
     gateway, backend, _ = talking
     backend.says = ["cut o…"]
@@ -94,7 +128,9 @@ async def test_it_continues_what_chat_completions_began(talking: Talking) -> Non
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input.0"),
         ({"input": [{"type": "reasoning", "id": "rs_1", "summary": []}]}, "input.0"),
         ({"tools": [{"type": "web_search"}]}, "tools.0"),
-        ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "required"}, "no tools"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "mul"}}, "'mul' is none of tools"),
+        ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice"),
         ({"truncation": "auto"}, "truncation"),
         ({"temperature": 3, "top_p": 7}, "top_p"),
     ],

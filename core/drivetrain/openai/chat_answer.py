@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 
 from drivetrain.openai.choices import FINISH_REASON, chat_logprobs, ending, usage
+from drivetrain.openai.forced_calls import CallReader, calls_in, reader_of
 from drivetrain.openai.payloads import ChatPayload
 from drivetrain.openai.responses import (
     ChatChoice,
@@ -17,7 +18,9 @@ from drivetrain.openai.responses import (
     ChatLogprobs,
     ChatMessage,
     FinishReasonName,
+    FunctionDelta,
     ToolCall,
+    ToolCallDelta,
     Usage,
 )
 from drivetrain.openai.token_texts import TokenTexts
@@ -40,6 +43,7 @@ class ChatAnswer:
         self._texts = TokenTexts(tokenizer)
         self._created = int(time.time())
         self._opened: set[int] = set()
+        self._readers: dict[int, CallReader] = {}
         self._ended: list[Completion] = []
 
     def whole(self, completions: Sequence[Completion]) -> ChatCompletion:
@@ -73,10 +77,18 @@ class ChatAnswer:
         reason = FINISH_REASON[completion.finish_reason]
         if not self._asked.shows_tools:
             return completion.text, [], reason
+        if (reader := reader_of(self._asked)) is not None:
+            forced = calls_in(completion.text, reader)
+            # As in the OpenAI API and vLLM, the call of a named function ends with "stop".
+            if forced and reason == "stop" and self._asked.tool_choice == "required":
+                reason = "tool_calls"
+            return "", forced, reason
         parsed = read_calls(completion, self._asked, self._tokenizer, self._parser)
         calls: list[ToolCall] = [
             {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": call} for call in parsed.calls
         ]
+        if self._asked.parallel_tool_calls is False:
+            del calls[1:]
         if calls and completion.finish_reason is FinishReason.STOP:
             reason = "tool_calls"
         return parsed.content if calls else completion.text, calls, reason
@@ -95,20 +107,33 @@ class ChatAnswer:
             self._opened.add(index)
             yield self._piece(index, {"role": "assistant", "content": ""})
         if chunk.token_ids or chunk.text:
-            # A tool call must not be sent as content, so with tools the content is held back to the end.
-            delta: ChatDelta = {} if self._asked.shows_tools else {"content": chunk.text}
-            yield self._piece(index, delta, logprobs=self._logprobs(chunk), token_ids=chunk.token_ids)
+            yield self._piece(index, self._delta(chunk), logprobs=self._logprobs(chunk), token_ids=chunk.token_ids)
         if chunk.completion is not None:
             self._ended.append(chunk.completion)
             yield from self._ending(chunk.completion)
+
+    def _delta(self, chunk: CompletionChunk) -> ChatDelta:
+        if not self._asked.shows_tools:
+            return {"content": chunk.text}
+        # A tool call must not be sent as content. Unless all text is calls, it is held back to the end.
+        if not self._asked.must_call:
+            return {}
+        if (reader := self._readers.get(chunk.sample_index)) is None:
+            reader = reader_of(self._asked)
+            assert reader is not None
+            self._readers[chunk.sample_index] = reader
+        parts = reader.push(chunk.text)
+        return {"tool_calls": parts} if parts else {}
 
     def _ending(self, completion: Completion) -> Iterator[ChatCompletionChunk]:
         index = completion.sample_index
         content, calls, reason = self._read(completion)
         if self._asked.shows_tools and content:
             yield self._piece(index, {"content": content})
-        for position, call in enumerate(calls):
-            yield self._piece(index, {"tool_calls": [{"index": position, **call}]})
+        for position, call in enumerate(() if self._asked.must_call else calls):
+            function: FunctionDelta = {"name": call["function"]["name"], "arguments": call["function"]["arguments"]}
+            part: ToolCallDelta = {"index": position, "id": call["id"], "type": "function", "function": function}
+            yield self._piece(index, {"tool_calls": [part]})
         last: ChatChunkChoice = {
             "index": index,
             "delta": {},

@@ -13,6 +13,7 @@ from typing import Final
 
 from drivetrain.checks.safe_repr import shown
 from drivetrain.errors import InvalidRequest, UnsupportedCapability
+from drivetrain.openai.forced_calls import schema_of_calls
 from drivetrain.openai.messages import to_template
 from drivetrain.openai.payloads import ChatPayload, CompletionPayload, Payload, ResponseFormat
 from drivetrain.types.prompts import ChatPrompt, Prompt, TextPrompt
@@ -90,6 +91,17 @@ def chat_call(asked: ChatPayload) -> Call:
         "max_new_tokens": limit,
         "logprobs": "top_logprobs",
     }
+    if (calls := schema_of_calls(asked)) is not None:
+        if asked.structured_output is not None:
+            raise InvalidRequest(
+                "tool_choice demands a call, and a grammar is given too; both would constrain the output, so leave one "
+                "of them out",
+                field="tool_choice",
+            )
+        # response_format is that of the content, and an answer that is a call has none.
+        asked = asked.model_copy(update={"response_format": None})
+        fields["structured_output"] = calls
+        names["structured_output"] = "tool_choice"
     return _call(asked, "chatcmpl", (prompt,), fields, names)
 
 

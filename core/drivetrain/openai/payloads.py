@@ -16,12 +16,14 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
     InstanceOf,
     JsonValue,
     StrictBool,
     StrictInt,
     StrictStr,
+    Tag,
     ValidationError,
     ValidationInfo,
     field_validator,
@@ -89,6 +91,25 @@ def _ids_from_json(value: object) -> object:
     if len(biases) < len(value):
         raise ValueError("a token id is given twice")
     return biases
+
+
+class NamedFunction(_Frozen):
+    """The name of a function of ``tools``."""
+
+    name: StrictStr = Field(min_length=1, description="The function's name.")
+
+
+class NamedToolChoice(_Frozen):
+    """A function that the answer calls."""
+
+    type: Literal["function"] = Field(default="function", description="Only function.")
+    function: NamedFunction = Field(description="The function.")
+
+
+_ToolChoice = Annotated[
+    Annotated[Literal["auto", "none", "required"], Tag("word")] | Annotated[NamedToolChoice, Tag("named")],
+    Discriminator(lambda value: "named" if isinstance(value, Mapping | NamedToolChoice) else "word"),
+]
 
 
 JsonPrompts = StrictStr | list[TokenId] | list[StrictStr] | list[list[TokenId]]
@@ -218,15 +239,15 @@ class ChatPayload(_Payload):
     tools: tuple[Annotated[dict[str, JsonValue], AfterValidator(_tool)], ...] = Field(
         default=(), description="Functions that the model may call."
     )
-    tool_choice: Literal["auto", "none"] | None = Field(
-        default=None, description="auto: put the tools into the prompt and parse the model's calls; none: neither."
+    tool_choice: _ToolChoice | None = Field(
+        default=None,
+        description="auto: put the tools into the prompt and parse the model's calls; none: neither; required: the "
+        "answer is one or more calls; a function: the answer calls it.",
     )
+    parallel_tool_calls: StrictBool | None = Field(default=None, description="False: return at most one call.")
     safety_identifier: StrictStr | None = Field(default=None, description="A label of the caller's, without effect.")
     # Accepted with their default values only: no other value has an effect here.
     modalities: tuple[Literal["text"], ...] | None = Field(default=None, description="Only text.")
-    parallel_tool_calls: Literal[True] | None = Field(
-        default=None, description="Only True: all calls of the model are returned."
-    )
     service_tier: Literal["auto", "default"] | None = Field(
         default=None, description="Accepted; there is only one tier."
     )
@@ -250,12 +271,26 @@ class ChatPayload(_Payload):
                 raise ValueError("it wants logprobs=True")
             case "tool_choice" if value != "none" and not info.data.get("tools"):
                 raise ValueError("there are no tools to choose from; give tools, or leave it out")
+            case "tool_choice" if isinstance(value, NamedToolChoice):
+                _check_is_a_tool(value.function.name, info.data["tools"])
         return value
 
     @property
     def shows_tools(self) -> bool:
         """True if the prompt includes the tools and the output is parsed for calls."""
         return bool(self.tools) and self.tool_choice != "none"
+
+    @property
+    def must_call(self) -> bool:
+        """True if the output is constrained to calls of the tools."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedToolChoice)
+
+
+def _check_is_a_tool(name: str, tools: Sequence[Mapping[str, JsonValue]]) -> None:
+    functions = [tool["function"] for tool in tools]
+    names = [str(function["name"]) for function in functions if isinstance(function, dict)]
+    if name not in names:
+        raise ValueError(f"{shown(name)} is none of tools, which are {shown(names)}; name one of them")
 
 
 class CompletionPayload(_Payload):

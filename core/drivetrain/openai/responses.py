@@ -90,10 +90,20 @@ class ToolCall(TypedDict):
     function: FunctionCall
 
 
-class ToolCallDelta(ToolCall):
-    """A tool call in a stream; sent in one piece."""
+class FunctionDelta(TypedDict):
+    """New arguments of a call in a stream; the name comes with the first of them."""
+
+    name: NotRequired[str]
+    arguments: str
+
+
+class ToolCallDelta(TypedDict):
+    """New part of a tool call in a stream. The first part has the call's id, type and name."""
 
     index: int
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: FunctionDelta
 
 
 class ChatMessage(TypedDict):

@@ -283,7 +283,7 @@ class OpenAIResponse(TypedDict):
     incomplete_details: IncompleteDetails | None
     model: str
     output: list[OutputItem]
-    parallel_tool_calls: Literal[True]
+    parallel_tool_calls: bool
     previous_response_id: None
     store: Literal[False]
     truncation: Literal["disabled"]

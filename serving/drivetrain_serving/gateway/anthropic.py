@@ -10,7 +10,8 @@ from typing import Final
 
 from drivetrain.checks.safe_repr import shown
 from drivetrain.errors import DrivetrainError, InvalidRequest
-from drivetrain.openai.responses import FinishReasonName, ToolCall
+from drivetrain.openai.responses import FinishReasonName, ToolCallDelta
+from drivetrain.tool_calls.functions import as_arguments
 from drivetrain_serving.gateway import answer_types as types
 from drivetrain_serving.gateway.errors import body_and_status
 from drivetrain_serving.http_layer.bodies import list_of
@@ -26,7 +27,7 @@ _OWN: Final = (
 _REFUSED: Final = ("container", "mcp_servers", "logprobs", "top_logprobs", "n")
 _ACCOUNTING: Final = "x-anthropic-billing-header:"
 """Beginning of a system block that some agents change with each request; it is not for the model."""
-_CHOICES: Final = {"auto": "auto", "none": "none", "any": "required", "tool": "required"}
+_CHOICES: Final = {"auto": "auto", "none": "none", "any": "required"}
 _STOP_REASONS: Final[Mapping[FinishReasonName, types.StopReason]] = {
     "stop": "end_turn",
     "length": "max_tokens",
@@ -81,7 +82,7 @@ def to_chat(body: Mapping[str, object], template: str) -> Json:
         chat["tools"] = [_tool(tool, f"tools.{index}") for index, tool in tools]
     choice = body.get("tool_choice")
     if isinstance(choice, Mapping):
-        chat["tool_choice"] = _CHOICES.get(str(choice.get("type")), choice.get("type"))
+        chat["tool_choice"] = _choice(choice)
         if choice.get("disable_parallel_tool_use"):
             chat["parallel_tool_calls"] = False
     thinking = body.get("thinking")
@@ -91,6 +92,18 @@ def to_chat(body: Mapping[str, object], template: str) -> Json:
     if chat.get("stream"):
         chat["stream_options"] = {"include_usage": True}
     return chat
+
+
+def _choice(choice: Mapping[str, object]) -> object:
+    match choice:
+        case {"type": "tool", "name": str(name)}:
+            return {"type": "function", "function": {"name": name}}
+        case {"type": str(kind)} if kind in _CHOICES:
+            return _CHOICES[kind]
+    raise InvalidRequest(
+        f"tool_choice={shown(choice)}: expected a type of auto, any or none, or of tool with a name",
+        field="tool_choice",
+    )
 
 
 def _format(output: object) -> Json:
@@ -193,16 +206,11 @@ def from_chat(response: ChatCompletion) -> types.AnthropicMessage:
     content: list[types.Block] = [{"type": "text", "text": message["content"]}] if message["content"] else []
     for call in message["tool_calls"]:
         function = call["function"]
-        content.append(
-            {
-                "type": "tool_use",
-                "id": call["id"],
-                "name": function["name"],
-                "input": json.loads(function["arguments"] or "{}"),
-            }
-        )
-    usage = response["usage"]
-    return _message(response["model"], content, _ending(choice["finish_reason"], choice["stop_reason"]), _usage(usage))
+        arguments = as_arguments(function["arguments"])
+        if arguments is not None:  # else the call of a named tool was cut off
+            content.append({"type": "tool_use", "id": call["id"], "name": function["name"], "input": arguments})
+    ending = _ending(choice["finish_reason"], choice["stop_reason"], calls=bool(message["tool_calls"]))
+    return _message(response["model"], content, ending, _usage(response["usage"]))
 
 
 def _message(
@@ -219,9 +227,11 @@ def _message(
     }
 
 
-def _ending(reason: FinishReasonName, matched: int | str | None) -> types.MessageEnding:
+def _ending(reason: FinishReasonName, matched: int | str | None, *, calls: bool) -> types.MessageEnding:
     if isinstance(matched, str) and reason == "stop":
         return {"stop_reason": "stop_sequence", "stop_sequence": matched}
+    if calls and reason == "stop":  # of a named function, as in the OpenAI API
+        reason = "tool_calls"
     return {"stop_reason": _STOP_REASONS[reason], "stop_sequence": None}
 
 
@@ -247,7 +257,7 @@ class MessageEvents:
         self._model = model
         self._prompt_length = prompt_length
         self._blocks = 0
-        self._text_is_open = False
+        self._text_is_open = self._call_is_open = self._calls = False
         self._ending: types.MessageEnding = {"stop_reason": None, "stop_sequence": None}
 
     def start(self) -> types.MessageStart:
@@ -267,31 +277,35 @@ class MessageEvents:
             delta = choice["delta"]
             if text := delta.get("content"):
                 yield from self._text(text)
-            for call in delta.get("tool_calls", []):
-                yield from self._call(call)
+            for part in delta.get("tool_calls", []):
+                yield from self._call(part)
             if choice["finish_reason"] is not None:
-                self._ending = _ending(choice["finish_reason"], choice["stop_reason"])
+                self._ending = _ending(choice["finish_reason"], choice["stop_reason"], calls=self._calls)
         if usage := final_usage(chunk):
-            yield from self._close_text()
+            yield from self._close()
             yield {"type": "message_delta", "delta": self._ending, "usage": _usage(usage)}
             yield {"type": "message_stop"}
 
     def _text(self, text: str) -> Iterator[types.MessageEvent]:
         if not self._text_is_open:
+            yield from self._close()
             self._text_is_open = True
             yield self._block({"type": "text", "text": ""})
         yield self._delta({"type": "text_delta", "text": text})
 
-    def _call(self, call: ToolCall) -> Iterator[types.MessageEvent]:
-        yield from self._close_text()
-        function = call["function"]
-        yield self._block({"type": "tool_use", "id": call["id"], "name": function["name"], "input": {}})
-        yield self._delta({"type": "input_json_delta", "partial_json": function["arguments"] or "{}"})
-        yield self._stop()
+    def _call(self, part: ToolCallDelta) -> Iterator[types.MessageEvent]:
+        function = part["function"]
+        if "id" in part and "name" in function:
+            yield from self._close()
+            self._call_is_open = self._calls = True
+            yield self._block({"type": "tool_use", "id": part["id"], "name": function["name"], "input": {}})
+        if function["arguments"]:
+            yield self._delta({"type": "input_json_delta", "partial_json": function["arguments"]})
 
-    def _close_text(self) -> Iterator[types.MessageEvent]:
-        if self._text_is_open:
-            self._text_is_open = False
+    def _close(self) -> Iterator[types.MessageEvent]:
+        """End the open block, if there is one."""
+        if self._text_is_open or self._call_is_open:
+            self._text_is_open = self._call_is_open = False
             yield self._stop()
 
     def _block(self, block: types.Block) -> types.BlockStart:

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from drivetrain.errors import DrivetrainError, InvalidRequest
 from drivetrain.openai.engine_calls import Call
+from drivetrain.openai.forced_calls import add_parts
 from drivetrain.openai.messages import to_template
 from drivetrain.openai.responses import ChatDelta
 from drivetrain.types.outputs import Completion, CompletionChunk
@@ -235,7 +236,5 @@ def _as_asked(piece: _Piece, asked: Asked) -> _Piece:
 def _add(message: Json, delta: ChatDelta) -> None:
     """Add a chunk's delta to the message."""
     message["content"] += delta.get("content") or ""
-    if calls := delta.get("tool_calls"):
-        message.setdefault("tool_calls", []).extend(
-            {name: value for name, value in call.items() if name != "index"} for call in calls
-        )
+    if parts := delta.get("tool_calls"):
+        add_parts(message.setdefault("tool_calls", []), parts)

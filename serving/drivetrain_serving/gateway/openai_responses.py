@@ -9,7 +9,9 @@ from typing import Final, Literal
 
 from drivetrain.checks.safe_repr import shown
 from drivetrain.errors import DrivetrainError, InvalidRequest
-from drivetrain.openai.responses import FinishReasonName, ToolCall
+from drivetrain.openai.forced_calls import add_parts
+from drivetrain.openai.responses import FinishReasonName, ToolCall, ToolCallDelta
+from drivetrain.tool_calls.functions import as_arguments
 from drivetrain_serving.gateway import answer_types as types
 from drivetrain_serving.http_layer.bodies import list_of
 from drivetrain_serving.http_layer.error_statuses import described
@@ -18,6 +20,7 @@ from drivetrain_serving.vllm.json_objects import Json, final_usage
 
 _OWN: Final = (
     *("input", "instructions", "max_output_tokens", "max_tokens", "parallel_tool_calls", "reasoning", "text", "tools"),
+    "tool_choice",
     *("truncation", "include", "top_logprobs", "logprobs", "stream_options", "previous_response_id", "conversation"),
     *("prompt", "background", "max_tool_calls", "store", "metadata", "user", "service_tier", "prompt_cache_key"),
 )
@@ -55,6 +58,8 @@ def to_chat(body: Mapping[str, object]) -> Json:
     chat: Json = {name: value for name, value in body.items() if name not in _OWN and value is not None}
     if body.get("max_output_tokens") is not None:
         chat["max_completion_tokens"] = body["max_output_tokens"]
+    if body.get("tool_choice") is not None:
+        chat["tool_choice"] = _choice(body["tool_choice"])
     if body.get("parallel_tool_calls") is False:
         chat["parallel_tool_calls"] = False
     reasoning, text = body.get("reasoning"), body.get("text")
@@ -126,6 +131,14 @@ def _format(given: object) -> object:
     return {"type": "json_schema", "json_schema": schema}
 
 
+def _choice(choice: object) -> object:
+    """Return a choice of tools in the form of chat completions, which nest the function's name."""
+    match choice:
+        case {"type": "function", "name": str(name)}:
+            return {"type": "function", "function": {"name": name}}
+    return choice
+
+
 def _tool(tool: object, where: str) -> Json:
     match tool:
         case {"type": "function", "name": str(name), **more}:
@@ -154,6 +167,8 @@ class ResponseWriter:
         self._output: list[types.OutputItem] = []
         self._text = ""
         self._message: types.OutputMessage | None = None
+        self._called: list[ToolCall] = []
+        self._item: types.FunctionCallItem | None = None
         self._reason: FinishReasonName = "stop"
 
     def whole(self, response: ChatCompletion) -> types.OpenAIResponse:
@@ -183,7 +198,7 @@ class ResponseWriter:
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "model": self._model,
             "output": list(self._output),
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
             "previous_response_id": None,
             "store": False,
             "truncation": "disabled",
@@ -212,11 +227,12 @@ class ResponseWriter:
             delta = choice["delta"]
             if text := delta.get("content"):
                 yield from self._add_text(text)
-            for call in delta.get("tool_calls", []):
-                yield from self._add_call(call)
+            for part in delta.get("tool_calls", []):
+                yield from self._add_part(part)
             self._reason = choice["finish_reason"] or self._reason
         if usage := final_usage(chunk):
             yield from self._close_text()
+            yield from self._close_call()
             kind: _Whole = "response.completed" if self._status == "completed" else "response.incomplete"
             yield self._whole_event(kind, self._status, usage)
 
@@ -253,27 +269,38 @@ class ResponseWriter:
         self._output.append(done)
         self._message, self._text = None, ""
 
-    def _add_call(self, call: ToolCall) -> Iterator[types.ResponsesEvent]:
-        yield from self._close_text()
-        item, at = _call(call), len(self._output)
-        yield self._item_event("response.output_item.added", {**item, "arguments": "", "status": "in_progress"})
+    def _add_part(self, part: ToolCallDelta) -> Iterator[types.ResponsesEvent]:
+        if "id" in part:
+            yield from self._close_text()
+            yield from self._close_call()
+        add_parts(self._called, [part])
+        if self._item is None:
+            self._item = {**_call(self._called[-1]), "arguments": "", "status": "in_progress"}
+            yield self._item_event("response.output_item.added", self._item)
         yield {
             "type": "response.function_call_arguments.delta",
             "sequence_number": self._next(),
-            "item_id": item["id"],
-            "output_index": at,
-            "delta": item["arguments"],
+            "item_id": self._item["id"],
+            "output_index": len(self._output),
+            "delta": part["function"]["arguments"],
         }
+
+    def _close_call(self) -> Iterator[types.ResponsesEvent]:
+        if self._item is None:
+            return
+        arguments = self._called[-1]["function"]["arguments"]
+        item: types.FunctionCallItem = {**self._item, "arguments": arguments, "status": _status_of(arguments)}
         yield {
             "type": "response.function_call_arguments.done",
             "sequence_number": self._next(),
             "item_id": item["id"],
-            "output_index": at,
+            "output_index": len(self._output),
             "name": item["name"],
-            "arguments": item["arguments"],
+            "arguments": arguments,
         }
         yield self._item_event("response.output_item.done", item)
         self._output.append(item)
+        self._item = None
 
     def _item_event(
         self, kind: Literal["response.output_item.added", "response.output_item.done"], item: types.OutputItem
@@ -315,8 +342,12 @@ def _call(call: ToolCall) -> types.FunctionCallItem:
         "call_id": call["id"],
         "name": function["name"],
         "arguments": function["arguments"],
-        "status": "completed",
+        "status": _status_of(function["arguments"]),
     }
+
+
+def _status_of(arguments: str) -> types.ItemStatus:
+    return "incomplete" if as_arguments(arguments) is None else "completed"
 
 
 def _usage(usage: DetailedUsage) -> types.ResponseUsage:

@@ -56,7 +56,7 @@ class MessagesRequest(_AgentFields):
         description="Strings that end generation.",
         json_schema_extra={"type": ["array", "null"], "items": {"type": "string"}},
     )
-    tool_choice: object = Field(default=None, description="Of type auto or none.", json_schema_extra=_OBJECT)
+    tool_choice: object = Field(default=None, description="Of type auto, any, tool or none.", json_schema_extra=_OBJECT)
     thinking: object = Field(
         default=None, description="Sets enable_thinking where the chat template reads it.", json_schema_extra=_OBJECT
     )
@@ -80,4 +80,4 @@ class ResponsesRequest(_AgentFields):
     reasoning: object = Field(
         default=None, description="Sets reasoning_effort where the chat template reads it.", json_schema_extra=_OBJECT
     )
-    parallel_tool_calls: object = Field(default=None, description="Refused if false.", json_schema_extra=_FLAG)
+    parallel_tool_calls: object = Field(default=None, description="False: at most one call.", json_schema_extra=_FLAG)
