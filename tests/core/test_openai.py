@@ -366,7 +366,6 @@ def test_a_refusal_names_the_field(payload: Payload, field: str, words: str) -> 
         ({"prompt": "x", "best_of": 2}, "best_of"),
         ({"prompt": "x", "suffix": "y"}, "suffix"),
         ({"prompt": "x", "logprobs": True}, "logprobs"),
-        ({"prompt": "x", "echo": True, "stream": True}, "echo"),
         ({"prompt": "x", "echo": True, "logprobs": 1, "logprobs_mode": "temperature"}, "logprobs_mode"),
     ],
 )
@@ -1023,6 +1022,19 @@ async def test_a_demanded_call_wants_an_engine_that_holds_its_output_to_a_schema
         with pytest.raises(UnsupportedCapability) as refusal:
             await engine.chat_completion({**CHAT, "tools": [TOOL], "tool_choice": choice})
         assert refusal.value.capability == "structured_json"
+
+
+async def test_an_echoed_stream_begins_with_the_prompt(scripted: Scripted) -> None:
+    engine, backend = scripted
+    backend.says = "yz"
+    payload = {"prompt": ["ab", [99]], "n": 2, "echo": True}
+    whole = await engine.completion(payload)
+    chunks = [chunk["choices"][0] async for chunk in engine.completion_stream(payload)]
+    for expected, prompt in zip(whole["choices"], ([97, 98], [97, 98], [99], [99]), strict=True):
+        first, *others = [choice for choice in chunks if choice["index"] == expected["index"]]
+        assert (first["text"], first.get("prompt_token_ids")) == (f"{bytes(prompt).decode()}y", prompt)
+        assert first["token_ids"] == [ord("y")], "the ids are the sampled ones"
+        assert first["text"] + "".join(choice["text"] for choice in others) == expected["text"]
 
 
 async def test_with_tools_a_stream_of_plain_text_is_whole(scripted: Scripted) -> None:

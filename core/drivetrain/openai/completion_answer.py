@@ -21,10 +21,21 @@ from drivetrain.types.outputs import Completion, CompletionChunk, TopLogprobs
 
 
 class CompletionAnswer:
-    """Builds the response to one request."""
+    """Builds the response to one request.
 
-    def __init__(self, asked: CompletionPayload, id: str, model: str, tokenizer: Tokenizer) -> None:
+    Args:
+        asked: The request.
+        id: The response's id.
+        model: Name of the model.
+        tokenizer: The engine's tokenizer.
+        echoes_text: With ``echo``: put the prompt's text before each choice's.
+    """
+
+    def __init__(
+        self, asked: CompletionPayload, id: str, model: str, tokenizer: Tokenizer, *, echoes_text: bool = True
+    ) -> None:
         self._asked = asked
+        self._echoes_text = echoes_text
         self._id = id
         self._model = model
         self._tokenizer = tokenizer
@@ -32,6 +43,7 @@ class CompletionAnswer:
         self._texts = TokenTexts(tokenizer)
         self._created = int(time.time())
         self._offsets: dict[int, TextOffsets] = {}
+        self._opened: set[int] = set()
         self._ended: list[Completion] = []
 
     def whole(self, completions: Sequence[Completion]) -> TextCompletion:
@@ -46,16 +58,14 @@ class CompletionAnswer:
         }
 
     def _choice(self, completion: Completion) -> CompletionChoice:
-        prompt = completion.prompt_token_ids
-        shown = self._tokenizer(prompt, skip_special_tokens=self._skip) if self._asked.echo else ""
         return {
             "index": self._index(completion),
-            "text": shown + completion.text,
-            "logprobs": self._echoed(completion, shown) if self._asked.echo else self._logprobs(completion),
+            "text": self._before(completion.prompt_token_ids) + completion.text,
+            "logprobs": self._echoed(completion) if self._asked.echo else self._logprobs(completion),
             "finish_reason": FINISH_REASON[completion.finish_reason],
             "token_ids": completion.token_ids,
             **ending(completion),
-            "prompt_token_ids": prompt,
+            "prompt_token_ids": completion.prompt_token_ids,
         }
 
     def _index(self, piece: Completion | CompletionChunk) -> int:
@@ -72,10 +82,18 @@ class CompletionAnswer:
 
     # With the prompt ---------------------------------------------------------------------------------------------
 
-    def _echoed(self, completion: Completion, shown: str) -> CompletionLogprobs | None:
+    def _text(self, prompt_ids: Sequence[int]) -> str:
+        return self._tokenizer(prompt_ids, skip_special_tokens=self._skip)
+
+    def _before(self, prompt_ids: Sequence[int]) -> str:
+        """Return the text before that of a choice."""
+        return self._text(prompt_ids) if self._asked.echo and self._echoes_text else ""
+
+    def _echoed(self, completion: Completion) -> CompletionLogprobs | None:
         if completion.logprobs is None or completion.prompt_logprobs is None:
             return None
         prompt_ids = completion.prompt_token_ids
+        shown = self._text(prompt_ids)
         offsets = self._text_offsets(0).push(prompt_ids) + self._text_offsets(len(shown)).push(completion.token_ids)
         top: list[TopLogprobs | None] | None = None
         if completion.top_logprobs is not None:
@@ -90,21 +108,22 @@ class CompletionAnswer:
 
     # In chunks ---------------------------------------------------------------------------------------------------
 
-    def chunks(self, chunk: CompletionChunk) -> Iterator[TextCompletionChunk]:
-        """Yield a choice's new chunks: its text, then its finish reason."""
-        choice: CompletionChunkChoice = {
-            "index": self._index(chunk),
-            "text": chunk.text,
-            "logprobs": self._logprobs(chunk),
-            "finish_reason": None,
-            "token_ids": chunk.token_ids,
-        }
-        if chunk.token_ids or chunk.text:
+    def chunks(
+        self, chunk: CompletionChunk, prompt_token_ids: Sequence[int] | None = None
+    ) -> Iterator[TextCompletionChunk]:
+        """Yield a choice's new chunks: its text, then its finish reason.
+
+        Args:
+            chunk: The choice's new part.
+            prompt_token_ids: The choice's prompt; needed with ``echo``.
+        """
+        choice = self._echoing(chunk, prompt_token_ids) if self._asked.echo else self._part(chunk)
+        if choice is not None:
             yield self._chunk([choice], None)
         if (completion := chunk.completion) is not None:
             self._ended.append(completion)
             last: CompletionChunkChoice = {
-                "index": choice["index"],
+                "index": self._index(chunk),
                 "text": "",
                 "logprobs": None,
                 "finish_reason": FINISH_REASON[completion.finish_reason],
@@ -113,6 +132,47 @@ class CompletionAnswer:
                 "prompt_token_ids": completion.prompt_token_ids,
             }
             yield self._chunk([last], None)
+
+    def _part(self, chunk: CompletionChunk) -> CompletionChunkChoice | None:
+        if not chunk.token_ids and not chunk.text:
+            return None
+        return {
+            "index": self._index(chunk),
+            "text": chunk.text,
+            "logprobs": self._logprobs(chunk),
+            "finish_reason": None,
+            "token_ids": chunk.token_ids,
+        }
+
+    def _echoing(self, chunk: CompletionChunk, prompt_token_ids: Sequence[int] | None) -> CompletionChunkChoice | None:
+        """Return a choice's new part; its first one begins with the prompt.
+
+        Engines tell a prompt's logprobs at the end of a completion: if they are asked for, the choice is one part.
+        """
+        assert prompt_token_ids is not None
+        index, prompt = self._index(chunk), list(prompt_token_ids)
+        if self._asked.logprobs is not None:
+            if (completion := chunk.completion) is None:
+                return None
+            return {
+                "index": index,
+                "text": self._before(prompt) + completion.text,
+                "logprobs": self._echoed(completion),
+                "finish_reason": None,
+                "token_ids": completion.token_ids,
+                "prompt_token_ids": prompt,
+            }
+        if index in self._opened:
+            return self._part(chunk)
+        self._opened.add(index)
+        return {
+            "index": index,
+            "text": self._before(prompt) + chunk.text,
+            "logprobs": None,
+            "finish_reason": None,
+            "token_ids": chunk.token_ids,
+            "prompt_token_ids": prompt,
+        }
 
     def usage_chunk(self) -> TextCompletionChunk:
         """Return the final chunk, which has the usage and no choices."""

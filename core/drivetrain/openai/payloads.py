@@ -357,8 +357,6 @@ def _check_stream(asked: _Payload, stream: bool) -> None:
         raise InvalidRequest(f"stream={asked.stream}: this call {here}; use {there}", field="stream")
     if asked.stream_options is not None and not stream:
         raise InvalidRequest("stream_options is only for a stream; leave it out", field="stream_options")
-    if isinstance(asked, CompletionPayload) and asked.echo and stream:
-        raise InvalidRequest("echo=True is not streamed; ask for it in a call that does not stream", field="echo")
 
 
 def _refusal(error: ValidationError, kind: type[_Payload], given: Mapping[str, object]) -> InvalidRequest:
