@@ -319,6 +319,11 @@ def test_arguments_of_earlier_tool_calls_are_objects_to_the_template() -> None:
         ({**CHAT, "tools": [TOOL], "tool_choice": named("mul")}, "tool_choice", "'mul' is none of tools, which are"),
         ({**CHAT, "tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice.function", "is missing"),
         (
+            {**CHAT, "tools": [TOOL], "tool_choice": {"function": {"name": "add", "x": 1}}},
+            "tool_choice.function.x",
+            "known fields: name",
+        ),
+        (
             {
                 **CHAT,
                 "tools": [TOOL],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, get_args
 
 from pydantic import BaseModel
@@ -82,6 +82,14 @@ def _model_at(model: type[BaseModel], loc: tuple[int | str, ...]) -> type[BaseMo
     """Return the model that the error is about: ``model``, or one nested in its fields."""
     for part in loc:
         field = model.model_fields.get(str(part))
-        kinds = (field.annotation, *get_args(field.annotation)) if field else ()
-        model = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), model)
+        found = list(_models_in(field.annotation)) if field else []
+        model = found[0] if len(found) == 1 else model
     return model
+
+
+def _models_in(annotation: object) -> Iterator[type[BaseModel]]:
+    """Yield the models of an annotation, also those of a tagged union."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _models_in(inner)
