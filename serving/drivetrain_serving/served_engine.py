@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
@@ -16,7 +16,7 @@ from drivetrain.engine.engine import InferenceEngine
 from drivetrain.engine.request_builder import ParamsLike
 from drivetrain.errors import DrivetrainError, EngineBusy, InvalidRequest, TooManyAdapters
 from drivetrain.openai.engine_calls import Call
-from drivetrain.text.prompt_threads import in_prompt_thread
+from drivetrain.openai.token_prompts import token_prompt
 from drivetrain.types.capability import Capability
 from drivetrain.types.outputs import CompletionChunk, GenerationOutput
 from drivetrain.types.prompts import Prompt, TokenPrompt
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+_COUNTS: Final = ("logprobs", "prompt_logprobs")
+"""Sampling parameters that count most likely tokens."""
 _POLL_S: Final = 0.05
 _MOST_NAMED: Final = 10
 """Most names of models and adapters in an error."""
@@ -100,20 +102,24 @@ class ServedEngine:
         """Return whether requests know the model itself by this name."""
         return name in self._accepted
 
-    def prompt_logprobs(self, count: object) -> dict[str, object]:
-        """Return sampling parameters that ask for a prompt's logprobs, with ranks if the engine gives them."""
-        return {
-            "prompt_logprobs": count,
-            "return_prompt_ranks": self.engine.supports(Capability.PROMPT_RANKS),
-        }
+    def with_logprobs(self, params: Mapping[str, object], prompt_logprobs: object = None) -> dict[str, object]:
+        """Return sampling parameters in which a count of logprobs of -1, the whole vocabulary, is its size.
+
+        Args:
+            params: The sampling parameters.
+            prompt_logprobs: Count for the prompt's tokens; None: as in ``params``. Their ranks are asked for too if the
+                engine gives them.
+        """
+        params = dict(params)
+        if prompt_logprobs is not None:
+            params["prompt_logprobs"] = prompt_logprobs
+            params["return_prompt_ranks"] = self.engine.supports(Capability.PROMPT_RANKS)
+        whole = {name: self.engine.model_info.vocab_size for name in _COUNTS if params.get(name) == -1}
+        return {**params, **whole}
 
     async def token_prompt(self, prompt: Prompt, index: int) -> TokenPrompt:
         """Return a prompt as token ids; ``index`` is its place in the request."""
-        if isinstance(prompt, TokenPrompt):
-            return prompt
-        length = self.engine.model_info.context_length
-        ids = await in_prompt_thread(lambda: self.engine.tokenizer.encode(prompt, length, f"prompts[{index}]"))
-        return TokenPrompt.model_construct(token_ids=tuple(ids), media=())
+        return await token_prompt(self.engine, prompt, index)
 
     async def generate(self, call: EngineCall) -> GenerationOutput:
         """Generate as the engine does, and count the tokens."""

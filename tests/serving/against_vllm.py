@@ -6,6 +6,8 @@ Run in the environment that holds vLLM: ``make test-vllm-routes``.
 from __future__ import annotations
 
 import asyncio
+import shutil
+from pathlib import Path
 from typing import Any, Final
 
 import pytest
@@ -15,7 +17,7 @@ from drivetrain import EngineConfig, create_engine
 from drivetrain.testing import tiny_model
 from drivetrain_conformance.harness.server_suite import Server as VLLMServer
 from drivetrain_serving import Server, ServerConfig
-from two_servers import Asked, answers, compare
+from two_servers import Answers, Asked, answers, compare
 
 MESSAGES: Final = [{"role": "user", "content": "hello"}]
 SHORT: Final = {"max_tokens": 4, "temperature": 0}
@@ -32,6 +34,33 @@ _DEFAULTS: Final = (
     *("skip_reading_prefix_cache", "stop", "stop_token_ids", "temperature", "top_p"),
 )
 _RENDERED: Final = tuple(f"{part}sampling_params.{name}" for part in ("", "[].") for name in _DEFAULTS)
+TOOLS: Final = [
+    {"type": "function", "function": {"name": name, "parameters": {
+        "type": "object", "properties": {"sure": {"type": "boolean"}}, "required": ["sure"],
+        "additionalProperties": False,
+    }}}
+    for name in ("tell", "ask")
+]  # fmt: skip
+"""Functions whose calls are short, so that a model with random weights comes to their end."""
+TELL: Final = {"type": "function", "function": {"name": "tell"}}
+TOLD: Final = {
+    "messages": MESSAGES, "tools": TOOLS, "temperature": 0, "max_tokens": 200,
+    "logit_bias": {"93": 100, "9": -100, "10": -100, "13": -100, "32": -100},
+}  # fmt: skip
+"""The bias ends an array as soon as it may, and forbids white space."""
+STREAMED: Final = {"stream": True, "stream_options": {"include_usage": True}}
+ECHOED: Final = {"prompt": [5, 6], **SHORT, "echo": True}
+_SCHEMA: Final = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "integer"}}}
+
+
+def _chat(name: str, **fields: object) -> Asked:
+    return Asked(name, "POST", "/v1/chat/completions", {**TOLD, **fields}, _CHAT)
+
+
+def _echo(name: str, **fields: object) -> Asked:
+    return Asked(name, "POST", "/v1/completions", {**ECHOED, **fields})
+
+
 ASKED: Final = (
     Asked("health", "GET", "/health"),
     Asked("version", "GET", "/version"),
@@ -69,6 +98,47 @@ ASKED: Final = (
         _CHAT,
     ),
     Asked("chat stream", "POST", "/v1/chat/completions", {"messages": MESSAGES, **SHORT, "stream": True}),
+    _chat("required call", tool_choice="required"),
+    _chat("required call, streamed", tool_choice="required", **STREAMED),
+    _chat("required calls, two choices", tool_choice="required", n=2, temperature=1, seed=3),
+    _chat("one required call", tool_choice="required", parallel_tool_calls=False),
+    _chat("one required call, streamed", tool_choice="required", parallel_tool_calls=False, stream=True),
+    _chat("required call with ids", tool_choice="required", return_token_ids=True, logprobs=True, top_logprobs=1),
+    _chat("required call, cut off", tool_choice="required", max_tokens=3),
+    _chat("call of a function", tool_choice=TELL),
+    _chat("call of a function, streamed", tool_choice=TELL, **STREAMED),
+    _chat("call of a function, cut off", tool_choice=TELL, max_tokens=3),
+    _chat("one call at most", tool_choice="auto", parallel_tool_calls=False, max_tokens=4),
+    _chat("calls allowed", tool_choice="auto", parallel_tool_calls=True, max_tokens=4, stream=True),
+    _chat("unknown function", tool_choice={"type": "function", "function": {"name": "none"}}),
+    _chat("function without a name", tool_choice={"type": "function", "function": {}}),
+    _chat("function that is no object", tool_choice={"type": "function", "function": "tell"}),
+    _chat("unknown choice", tool_choice="any"),
+    _chat("required call without tools", tool_choice="required", tools=None),
+    _chat("function without tools", tool_choice=TELL, tools=None),
+    _chat("required call with a format", tool_choice="required", response_format=_SCHEMA),
+    _chat("call of a function with a grammar", tool_choice=TELL, structured_outputs={"regex": "a"}),
+    _chat("all top logprobs", tools=None, max_tokens=2, logprobs=True, top_logprobs=-1),
+    _chat("all top logprobs without logprobs", tools=None, top_logprobs=-1),
+    _chat("all logprobs of a chat's prompt", tools=None, max_tokens=2, prompt_logprobs=-1),
+    Asked("all logprobs", "POST", "/v1/completions", {"prompt": [5, 6], "max_tokens": 2, "logprobs": -1}),
+    Asked("all prompt logprobs", "POST", "/v1/completions", {"prompt": [5, 6], **SHORT, "prompt_logprobs": -1}),
+    Asked("fewer than no logprobs", "POST", "/v1/completions", {"prompt": [5, 6], **SHORT, "logprobs": -2}),
+    Asked("fewer than no prompt logprobs", "POST", "/v1/completions", {"prompt": [5], **SHORT, "prompt_logprobs": -2}),
+    Asked("more logprobs than ids", "POST", "/v1/completions", {"prompt": [5], **SHORT, "logprobs": 100000}),
+    Asked("streamed prompt logprobs", "POST", "/v1/completions",
+          {"prompt": [5], **SHORT, "prompt_logprobs": 1, "stream": True}),
+    _echo("echo"),
+    _echo("echo with logprobs", logprobs=1),
+    _echo("echo with ids", logprobs=1, return_token_ids=True, return_tokens_as_token_ids=True),
+    _echo("echo alone", max_tokens=0, logprobs=0),
+    _echo("streamed echo", **STREAMED),
+    _echo("streamed echo with logprobs", logprobs=1, **STREAMED),
+    _echo("streamed echo with ids", logprobs=1, return_token_ids=True, return_tokens_as_token_ids=True, stream=True),
+    # Not both: vLLM 0.32 ends a stream of several choices with an error if it echoes logprobs.
+    _echo("streamed echo of several", prompt=[[5, 6], [7]], n=2, temperature=1, **STREAMED),
+    _echo("streamed echo of several with logprobs", prompt=[[5, 6], [7]], logprobs=0, **STREAMED),
+    _echo("streamed echo alone", max_tokens=0, logprobs=1, stream=True),
     Asked(
         "ids in, ids out", "POST", "/inference/v1/generate",
         {"token_ids": [5, 6], "sampling_params": {**SHORT, "logprobs": 1}},
@@ -124,10 +194,22 @@ ASKED: Final = (
 )  # fmt: skip
 
 
+def model_that_reads_tools(folder: Path) -> Path:
+    """Return a copy of the tiny model whose chat template shows the tools."""
+    shutil.copytree(tiny_model("qwen2"), folder)
+    template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    (folder / "chat_template.jinja").write_text(
+        "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}" + template, encoding="utf-8"
+    )
+    return folder
+
+
 @pytest.fixture(scope="module")
-def both() -> tuple[dict[str, tuple[int, object]], dict[str, tuple[int, object]]]:
-    folder = str(tiny_model("qwen2"))
-    theirs = VLLMServer(launch_of(EngineConfig(backend="vllm-server", model=folder, endpoint="http://unused")))
+def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Answers, Answers]:
+    folder = str(model_that_reads_tools(tmp_path_factory.mktemp("models") / "tools"))
+    config = EngineConfig(backend="vllm-server", model=folder, endpoint="http://unused")
+    # Demanded calls are JSON with this parser; others have a syntax of their own.
+    theirs = VLLMServer(launch_of(config, tool_call_parser="pythonic", enable_auto_tool_choice=True))
     try:
         of_vllm = answers(theirs.endpoint, ASKED)
     finally:
@@ -138,6 +220,26 @@ def both() -> tuple[dict[str, tuple[int, object]], dict[str, tuple[int, object]]
             return await asyncio.to_thread(answers, ours.url, ASKED)
 
     return of_vllm, asyncio.run(serve())
+
+
+def _ends(answer: object) -> list[object]:
+    """Return the names of the calls of an answer, whole or streamed, and its finish reasons."""
+    assert isinstance(answer, list | dict)
+    pieces = [piece for piece in answer if piece != "[DONE]"] if isinstance(answer, list) else [answer]
+    choices = [choice for piece in pieces for choice in piece["choices"]]
+    said = [choice.get("delta") or choice.get("message") or {} for choice in choices]
+    calls = [call["function"].get("name") for one in said for call in one.get("tool_calls") or []]
+    return [*filter(None, calls), *filter(None, (choice["finish_reason"] for choice in choices))]
+
+
+@pytest.mark.parametrize("name", ["required call", "one required call", "call of a function", "required call, cut off"])
+def test_demanded_calls_end_as_vllms_do(name: str, both: tuple[Answers, Answers]) -> None:
+    theirs, ours = (_ends(answers[name][1]) for answers in both)
+    assert ours == theirs
+    if "cut off" not in name:
+        streamed = f"{name}, streamed"
+        assert len(theirs) > 1, "vLLM's model made no call"
+        assert [_ends(answers[streamed][1]) for answers in both] == [theirs, theirs]
 
 
 @pytest.mark.parametrize("asked", ASKED, ids=lambda asked: asked.name)

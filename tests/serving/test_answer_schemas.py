@@ -146,6 +146,8 @@ async def ask_for_text(site: Site) -> None:
         {},
         {"logprobs": 2, "return_token_ids": True, "stream_options": {"include_usage": True}},
     ]
+    for more in ({"echo": True}, {"echo": True, "logprobs": 2, "n": 2, "temperature": 1.0}, {"logprobs": -1}):
+        await site.post("/v1/completions", prompt=[IDS, IDS], stream=True, **{**SHORT, **more})
     for more in streamed:
         await site.post("/v1/completions", prompt=IDS, stream=True, **SHORT, **more)
         more = {**more, "logprobs": "logprobs" in more, "messages": MESSAGES}
@@ -154,6 +156,7 @@ async def ask_for_text(site: Site) -> None:
         {},
         {"logprobs": True, "top_logprobs": 2, "return_token_ids": True, "return_tokens_as_token_ids": True},
         {"prompt_logprobs": 1, "n": 2},
+        {"prompt_logprobs": -1, "logprobs": True, "top_logprobs": -1},
     ]
     for more in chats:
         await site.post("/v1/chat/completions", messages=MESSAGES, **{**SHORT, **more})

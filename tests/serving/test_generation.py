@@ -5,13 +5,17 @@ from __future__ import annotations
 import base64
 import io
 import json
+import shutil
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
+import pytest_asyncio
 from PIL import Image
 
+from documented_answers import Document
 from drivetrain import InferenceEngine, SamplingParams, TokenPrompt, create_engine
 from drivetrain.backend.base import GenerateRequest, GenerateResult
 from drivetrain.testing import tiny_model
@@ -455,3 +459,205 @@ async def test_text_to_ids_and_back(client: httpx.AsyncClient, engine: Inference
     assert chat["tokens"] == answered["prompt_token_ids"]
     for path, wrong in (("/tokenize", {}), ("/tokenize", {"messages": 3}), ("/detokenize", {"tokens": ["a"]})):
         assert (await client.post(path, json=wrong)).status_code == 400
+
+
+# Demanded calls ------------------------------------------------------------------------------------------------------
+
+_SURE: dict[str, Any] = {
+    "type": "object",
+    "properties": {"sure": {"type": "boolean"}},
+    "required": ["sure"],
+    "additionalProperties": False,
+}
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": _SURE}} for name in ("tell", "ask")]
+TELL = {"type": "function", "function": {"name": "tell"}}
+DEMANDING: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "hello"}],
+    "tools": TOOLS,
+    "max_tokens": 400,
+    "n": 2,
+    "seed": 3,
+    # Ends an array as soon as it may, and forbids spaces: a model with random weights would go on.
+    "logit_bias": {"93": 100, "9": -100, "10": -100, "13": -100, "32": -100},
+}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def told(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of a server whose model is shown the tools. Its answers are compared with the server's document."""
+    folder = tmp_path_factory.mktemp("models") / "tools"
+    shutil.copytree(tiny_model(), folder)
+    template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    tools = "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(tools + template, encoding="utf-8")
+    async with (
+        create_engine("transformers", model=str(folder)) as engine,
+        Server(engine, ServerConfig(port=0)) as server,
+        httpx.AsyncClient(base_url=server.url, timeout=HANGING) as client,
+    ):
+        document = Document((await client.get("/openapi.json")).json())
+
+        async def compare(response: httpx.Response) -> None:
+            await response.aread()
+            assert document.errors(response) == []
+
+        client.event_hooks = {"response": [compare]}
+        yield client
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason", "most"),
+    [
+        ({"tool_choice": "required"}, "tool_calls", 100),
+        ({"tool_choice": "required", "parallel_tool_calls": False}, "tool_calls", 1),
+        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_calls", 100),
+        ({"tool_choice": TELL}, "stop", 1),
+    ],
+)
+async def test_a_demanded_call_comes(told: httpx.AsyncClient, fields: dict[str, Any], reason: str, most: int) -> None:
+    asked = {**DEMANDING, **fields}
+    body = await answer(told, "/v1/chat/completions", **asked)
+    pieces = await events(told, "/v1/chat/completions", **asked)
+    for choice in body["choices"]:
+        calls = choice["message"]["tool_calls"]
+        assert (choice["message"]["content"], choice["finish_reason"]) == ("", reason)
+        assert 1 <= len(calls) <= most
+        for call in calls:
+            assert call["function"]["name"] in (("tell",) if fields["tool_choice"] == TELL else ("tell", "ask"))
+            assert json.loads(call["function"]["arguments"]).keys() == {"sure"}
+        own = [one for piece in pieces for one in piece["choices"] if one["index"] == choice["index"]]
+        deltas = [part for one in own for part in one["delta"].get("tool_calls", [])]
+        assert [part["function"]["name"] for part in deltas if "id" in part] == [c["function"]["name"] for c in calls]
+        for index, call in enumerate(calls):
+            arguments = [part["function"]["arguments"] for part in deltas if part["index"] == index]
+            assert "".join(arguments) == call["function"]["arguments"]
+            assert len(arguments) > 1, "arguments come as they are sampled"
+        assert own[-1]["finish_reason"] == reason
+        assert not any(one["delta"].get("content") for one in own)
+
+
+async def test_a_demanded_call_that_was_cut_off_is_left_out(told: httpx.AsyncClient) -> None:
+    body = await answer(told, "/v1/chat/completions", **{**DEMANDING, "max_tokens": 3}, tool_choice="required")
+    for choice in body["choices"]:
+        assert (choice["message"]["tool_calls"], choice["finish_reason"]) == ([], "length")
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"tool_choice": "required", "tools": None}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "none"}}}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {}}}, "tool_choice.function.name"),
+        ({"tool_choice": TELL, "structured_outputs": {"regex": "a"}}, "tool_choice"),
+    ],
+)
+async def test_a_call_that_cannot_be_demanded_is_refused(
+    told: httpx.AsyncClient, fields: dict[str, Any], named: str
+) -> None:
+    response = await told.post("/v1/chat/completions", json={**DEMANDING, **fields})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, named)
+
+
+# Logprobs of the whole vocabulary, and echo --------------------------------------------------------------------------
+
+
+async def test_minus_one_asks_for_the_logprobs_of_the_whole_vocabulary(
+    client: httpx.AsyncClient, engine: InferenceEngine
+) -> None:
+    size = engine.model_info.vocab_size
+    short = {"temperature": 0, "max_tokens": 2, "return_tokens_as_token_ids": True}
+    messages = [{"role": "user", "content": "a"}]
+    text = await answer(client, "/v1/completions", prompt=[5, 6], **short, logprobs=-1, prompt_logprobs=-1)
+    chat = await answer(client, "/v1/chat/completions", messages=messages, **short, logprobs=True, top_logprobs=-1)
+    params = {"temperature": 0, "max_tokens": 2, "logprobs": -1, "prompt_logprobs": -1}
+    ids = await answer(client, "/inference/v1/generate", token_ids=[5, 6], sampling_params=params)
+    (choice,) = text["choices"]
+    assert [len(one) for one in choice["logprobs"]["top_logprobs"]] == [size] * 2
+    assert [one and len(one) for one in choice["prompt_logprobs"]] == [None, size]
+    assert [len(one["top_logprobs"]) for one in chat["choices"][0]["logprobs"]["content"]] == [size] * 2
+    assert [len(one["top_logprobs"]) for one in ids["choices"][0]["logprobs"]["content"]] == [size] * 2
+    assert [one and len(one) for one in ids["prompt_logprobs"]] == [None, size]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "named"),
+    [
+        ("completions", {"logprobs": -2}, "logprobs"),
+        ("completions", {"prompt_logprobs": -2}, "prompt_logprobs"),
+        ("completions", {"logprobs": 10**6}, "logprobs"),
+        ("completions", {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ("completions", {"prompt_logprobs": -1, "stream": True}, "prompt_logprobs"),
+        ("chat/completions", {"top_logprobs": -1}, "top_logprobs"),
+        ("chat/completions", {"logprobs": True, "top_logprobs": -2}, "top_logprobs"),
+    ],
+)
+async def test_other_counts_of_logprobs_are_refused(
+    client: httpx.AsyncClient, path: str, fields: dict[str, Any], named: str
+) -> None:
+    body = {"prompt": [5], "messages": [{"role": "user", "content": "a"}], **GREEDY, **fields}
+    response = await client.post(f"/v1/{path}", json=body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, named)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_echo_has_the_prompts_text_or_its_ids(client: httpx.AsyncClient, stream: bool) -> None:
+    prompts, plain = ["abc", [100, 101]], {"temperature": 0, "max_tokens": 3, "n": 2, "logprobs": 1}
+    alone = await answer(client, "/v1/completions", prompt=prompts, **plain)
+    for with_ids, before in ((False, "abc"), (True, "")):
+        asked = {"prompt": prompts, **plain, "echo": True, "return_token_ids": with_ids}
+        if stream:
+            found = [piece["choices"][0] for piece in await events(client, "/v1/completions", **asked)]
+            whole = [put_together([one for one in found if one["index"] == index]) for index in range(4)]
+        else:
+            whole = (await answer(client, "/v1/completions", **asked))["choices"]
+        assert len(whole) == 4
+        for choice, expected in zip(whole, alone["choices"], strict=True):
+            shown = before if expected["index"] < 2 else before and "de"
+            assert choice["text"] == shown + expected["text"]
+            length = 3 if expected["index"] < 2 else 2
+            logprobs, sampled = choice["logprobs"], expected["logprobs"]
+            assert logprobs["token_logprobs"][0] is None
+            assert logprobs["tokens"][length:] == sampled["tokens"]
+            assert logprobs["token_logprobs"][length:] == pytest.approx(sampled["token_logprobs"], abs=1e-4)
+            assert logprobs["text_offset"][length] == length, "also if the prompt's text is left out"
+            if stream or with_ids:  # in a stream, vLLM always tells them
+                assert choice["prompt_token_ids"] == ([97, 98, 99] if length == 3 else [100, 101])
+
+
+def put_together(pieces: list[Any]) -> Any:
+    first, *others = pieces
+    assert "prompt_token_ids" in first
+    assert not any(one["prompt_token_ids"] for one in others)
+    logprobs: dict[str, list[Any]] = {}
+    for one in pieces:
+        for name, values in (one["logprobs"] or {}).items():
+            logprobs.setdefault(name, []).extend(values)
+    return {**first, "text": "".join(one["text"] for one in pieces), "logprobs": logprobs}
+
+
+async def test_a_streamed_echo_without_logprobs_comes_as_it_is_sampled(client: httpx.AsyncClient) -> None:
+    pieces = await events(client, "/v1/completions", prompt="abc", temperature=0, max_tokens=6, echo=True)
+    texts = [piece["choices"][0]["text"] for piece in pieces]
+    assert texts[0].startswith("abc")
+    assert len(texts) > 3
+    assert pieces[0]["choices"][0]["prompt_token_ids"] == [97, 98, 99]
+
+
+@pytest.mark.parametrize("logprobs", [None, 0, 1])
+async def test_a_streamed_echo_can_be_the_prompt_alone(client: httpx.AsyncClient, logprobs: int | None) -> None:
+    asked = {"prompt": "abc", "max_tokens": 0, "echo": True, "logprobs": logprobs}
+    first, last = [piece["choices"][0] for piece in await events(client, "/v1/completions", **asked)]
+    assert (first["text"], last["text"], last["finish_reason"]) == ("abc", "", "length")
+    assert logprobs is None or first["logprobs"]["tokens"] == ["a", "b", "c"]
+
+
+async def test_echoed_ids_stand_in_the_logprobs_as_ids(client: httpx.AsyncClient) -> None:
+    asked = {"prompt": [5, 6], **GREEDY, "echo": True, "logprobs": 1, "return_tokens_as_token_ids": True}
+    (whole,) = (await answer(client, "/v1/completions", **asked, return_token_ids=True))["choices"]
+    streamed = await events(client, "/v1/completions", **asked, return_token_ids=True)
+    for choice in (whole, streamed[0]["choices"][0]):
+        logprobs = choice["logprobs"]
+        assert logprobs["tokens"] == [f"token_id:{one}" for one in [5, 6, *whole["token_ids"]]]
+        for token, top in zip(logprobs["tokens"][1:], logprobs["top_logprobs"][1:], strict=True):
+            assert token in top
+            assert all(name.startswith("token_id:") for name in top)

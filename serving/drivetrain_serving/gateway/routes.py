@@ -269,9 +269,7 @@ class SessionRoutes:
             prepared = await in_prompt_thread(
                 lambda: prepare(engine.tokenizer, session, prompt, length, adapter=call.lora, keep_answers=keep)
             )
-        params = {"logprobs": 0, **call.params}
-        if payload.prompt_logprobs is not None:
-            params |= self._served.prompt_logprobs(payload.prompt_logprobs)
+        params = self._served.with_logprobs({"logprobs": 0, **call.params}, payload.prompt_logprobs)
         if self._served.config.sessions.routed_experts:
             params["return_routed_experts"] = True
         ids = TokenPrompt.model_construct(token_ids=tuple(prepared.token_ids), media=())

@@ -53,12 +53,9 @@ class CompletionResponses:
 
     def _choice(self, choice: openai.CompletionChoice, completion: Completion) -> types.CompletionChoice:
         with_ids = self._asked.return_token_ids
-        logprobs = self._logprobs(
-            choice["logprobs"], completion.token_ids, completion.logprobs, completion.top_logprobs
-        )
         return {
             **choice,
-            "logprobs": logprobs,
+            "logprobs": self._logprobs(choice["logprobs"], completion),
             "stop_reason": stop_reason(completion, self._eos),
             "token_ids": choice["token_ids"] if with_ids else None,
             "prompt_token_ids": choice["prompt_token_ids"] if with_ids else None,
@@ -68,7 +65,7 @@ class CompletionResponses:
 
     def chunks(self, chunk: CompletionChunk, prompt_token_ids: Sequence[int] | None) -> Iterator[types.CompletionChunk]:
         """Yield the chunks of a stream; a choice's first one carries the prompt's ids, where they are asked for."""
-        for made in self._answer.chunks(chunk):
+        for made in self._answer.chunks(chunk, prompt_token_ids):
             (choice,) = made["choices"]
             piece: types.CompletionChunk = {
                 "id": made["id"],
@@ -90,12 +87,11 @@ class CompletionResponses:
         first = choice["index"] not in self._opened
         self._opened.add(choice["index"])
         with_ids = self._asked.return_token_ids
-        tells_prompt = with_ids and first and prompt_token_ids is not None
+        tells_prompt = (with_ids or self._asked.echo) and first and prompt_token_ids is not None
+        whole = chunk.completion if self._asked.echo else None  # with logprobs, they come in one piece
         return {
             **choice,
-            "logprobs": choice["logprobs"]
-            if ended
-            else self._logprobs(choice["logprobs"], chunk.token_ids, chunk.logprobs, chunk.top_logprobs),
+            "logprobs": self._logprobs(choice["logprobs"], whole or chunk),
             "stop_reason": stop_reason(chunk.completion, self._eos) if ended and chunk.completion else None,
             "token_ids": choice["token_ids"] if with_ids else None,
             "prompt_token_ids": list(prompt_token_ids or ()) if tells_prompt else None,
@@ -116,27 +112,34 @@ class CompletionResponses:
         }
 
     def _logprobs(
-        self,
-        found: openai.CompletionLogprobs | None,
-        token_ids: Sequence[int],
-        logprobs: Sequence[float] | None,
-        top: Sequence[TopLogprobs] | None,
+        self, found: openai.CompletionLogprobs | None, piece: Completion | CompletionChunk
     ) -> openai.CompletionLogprobs | None:
         """Return logprobs as vLLM writes them: one-entry dictionaries where only the sampled token's is asked for."""
-        if found is None or logprobs is None:
+        if found is None:
             return None
         tokens, tops = found["tokens"], found["top_logprobs"]
+        if self._asked.return_tokens_as_token_ids:
+            ids = piece.token_ids
+            most_likely: Sequence[TopLogprobs | None] | None = piece.top_logprobs
+            if self._asked.echo and isinstance(piece, Completion):
+                ids = [*piece.prompt_token_ids, *ids]
+                if most_likely is not None:
+                    most_likely = [*(piece.prompt_top_logprobs or ()), *most_likely]
+            tokens = [f"token_id:{token_id}" for token_id in ids]
+            if most_likely is not None:
+                tops = [
+                    None
+                    if own is None or others is None
+                    else {
+                        f"token_id:{other}": json_logprob(value)
+                        for other, value in dict([(token_id, own), *others]).items()
+                    }
+                    for token_id, own, others in zip(ids, found["token_logprobs"], most_likely, strict=True)
+                ]
         if tops is None:
             tops = [
                 None if value is None else {token: value}
                 for token, value in zip(tokens, found["token_logprobs"], strict=True)
-            ]
-        if self._asked.return_tokens_as_token_ids:
-            echoed = len(tokens) - len(token_ids)  # tokens of the prompt
-            tokens = tokens[:echoed] + [f"token_id:{token_id}" for token_id in token_ids]
-            tops = tops[:echoed] + [
-                {f"token_id:{other}": json_logprob(value) for other, value in dict([(token_id, own), *others]).items()}
-                for token_id, own, others in zip(token_ids, logprobs, top or [[]] * len(token_ids), strict=True)
             ]
         return {**found, "tokens": tokens, "top_logprobs": tops}
 

@@ -126,7 +126,10 @@ class GenerationRoutes:
         asked = read_completion(body, stream=body.get("stream") is True)
         call = await self._routed(completion_call(asked), asked)
         answer_id = f"cmpl-{asked.request_id}"
-        answer = CompletionAnswer(asked, answer_id, self._name(asked), self._served.engine.tokenizer)
+        # As in vLLM, the prompt's ids take the place of its text.
+        echoes_text = not asked.return_token_ids
+        tokenizer = self._served.engine.tokenizer
+        answer = CompletionAnswer(asked, answer_id, self._name(asked), tokenizer, echoes_text=echoes_text)
         responses = CompletionResponses(asked, answer, self._texts, self._served.engine.model_info.eos_token_ids)
         return await self._response(call, responses, asked, answer_id)
 
@@ -143,9 +146,7 @@ class GenerationRoutes:
 
     async def _generate(self, body: Mapping[str, object]) -> Response:
         asked, call = read_generate(body)
-        params = dict(call.params)
-        if (count := params.get("prompt_logprobs")) is not None:
-            params |= self._served.prompt_logprobs(count)
+        params = self._served.with_logprobs(call.params, call.params.get("prompt_logprobs"))
         call = dataclasses.replace(call, params=params, lora=await self._served.adapter_of(asked.model))
         responses = GenerateResponses(asked, self._served, self._texts)
         answer_id = f"generate-tokens-{asked.request_id}"
@@ -166,9 +167,7 @@ class GenerationRoutes:
         return asked.model or self._served.name
 
     async def _routed(self, call: Call, asked: CompletionRequest | ChatRequest) -> Call:
-        params = dict(call.params)
-        if asked.prompt_logprobs is not None:
-            params |= self._served.prompt_logprobs(asked.prompt_logprobs)
+        params = self._served.with_logprobs(call.params, asked.prompt_logprobs)
         lora = await self._served.adapter_of(asked.model)
         return dataclasses.replace(call, params=params, lora=lora or call.lora)
 

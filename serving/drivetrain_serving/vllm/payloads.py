@@ -56,7 +56,10 @@ class _Extras(BaseModel):
         default=None, description="Write each token of the logprobs as ``token_id:N``."
     )
     prompt_logprobs: StrictInt | None = Field(
-        default=None, ge=0, description="Return logprobs of the prompt, and of its k most likely tokens."
+        default=None,
+        ge=-1,
+        description="Return logprobs of the prompt, and of its k most likely tokens; -1: of the whole vocabulary. Not "
+        "in a stream.",
     )
     continuous_usage: StrictBool = Field(default=False, description="Tell the usage so far in each chunk of a stream.")
 
@@ -181,7 +184,12 @@ def _parsed(kind: type[_A], fields: dict[str, object], stream: bool) -> _A:
     known = kind.model_fields.keys() | kind.refused.keys()
     fields = {name: value for name, value in fields.items() if name in known}
     fields.setdefault("request_id", uuid.uuid4().hex)
-    return parse(kind, fields, stream=stream)
+    asked = parse(kind, fields, stream=stream)
+    if stream and asked.prompt_logprobs:
+        raise InvalidRequest(
+            "prompt_logprobs are not available in a stream; leave them out, or do not stream", field="prompt_logprobs"
+        )
+    return asked
 
 
 def is_one_of(value: object, these: Iterable[object]) -> bool:
