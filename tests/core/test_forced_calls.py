@@ -35,7 +35,7 @@ def schema(choice: object, **fields: object) -> Any:
     return json.loads(found.json_schema)
 
 
-def takes(schema: Any, value: object) -> bool:
+def takes(schema: Any, value: Any) -> bool:
     return bool(jsonschema.Draft202012Validator(schema).is_valid(value))
 
 

@@ -124,7 +124,7 @@ async def ask_for_tokens(site: Site) -> None:
         await site.post(path, tokens=IDS)
         await site.post(path, 400, tokens="text")
     await site.post("/v1/detokenize", tokens=[IDS, IDS])
-    streamed = {"stream": True, "stream_options": {"include_usage": True}}
+    streamed: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
     for more in ({}, streamed):
         await site.post("/v1/completions/render", prompt=[IDS, IDS], **more)
         await site.post("/v1/chat/completions/render", messages=MESSAGES, **more)

@@ -67,7 +67,10 @@ def _schema_of_array(functions: Mapping[str, Mapping[str, JsonValue]], most: int
         calls.append(call)
     schema: dict[str, JsonValue] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
     schema |= {} if most is None else {"maxItems": most}
-    return schema | {keyword: found for keyword, found in definitions.items() if found}
+    for keyword, found in definitions.items():
+        if found:
+            schema[keyword] = found
+    return schema
 
 
 def _hoist(definitions: JsonValue, into: dict[str, JsonValue], function: str) -> None:
