@@ -365,7 +365,7 @@ os.register_at_fork(after_in_child=_open.clear)
 @atexit.register
 def _close_all() -> None:
     with ExitStack() as closing:  # the newest first: it may be attached to an older one
-        for engine in _open:
+        for engine in list(_open):  # a copy, because other threads may make and close engines
             closing.callback(engine.end_with_interpreter)
 
 

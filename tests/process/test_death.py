@@ -217,13 +217,16 @@ async def test_an_engine_that_cannot_look_at_its_child_lives_on(make: Make, ask:
     assert (await backend.generate(ask())).token_ids == [0, 1, 2, 3]
 
 
-async def test_shared_memory_of_a_child_that_was_killed_goes_with_the_host(make: Make) -> None:
+async def test_shared_memory_of_a_child_that_was_killed_goes_with_the_host(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Hosts of other tests have folders in the shared one, which may be removed between two looks.
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     backend = make("semaphore child")
     await started(backend)
     child = psutil.Process((await backend.stats()).kv_cache_bytes)
     (semaphore,) = shared_memory_of([child])
-    hosts = Path(tempfile.gettempdir())
-    await until(lambda: any(str(semaphore) in file.read_text() for file in hosts.glob("drivetrain-host-*/*memory")))
+    await until(lambda: any(str(semaphore) in file.read_text() for file in tmp_path.glob("drivetrain-host-*/*memory")))
     # The first child is the resource tracker, which would have removed the semaphore.
     for process in (*child.children(), child):
         process.kill()
