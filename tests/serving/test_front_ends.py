@@ -127,7 +127,8 @@ async def test_counts_are_those_of_all_processes(shared: Running, engine: Infere
 async def test_front_ends_answer_all_routes_that_generate(shared: Running, engine: InferenceEngine) -> None:
     paths = (await shared.client.get("/openapi.json")).json()["paths"]
     posted = {path for path, methods in paths.items() if "post" in methods and methods["post"]["tags"] == ["api"]}
-    assert ANSWERED_BY_ANY == {path for path in posted if not path.startswith("/sessions")}
+    of_sessions = {path for path in posted if path.startswith("/sessions")}
+    assert ANSWERED_BY_ANY == posted - of_sessions - {"/inference/v1/abort_requests"}, "the owner knows every process"
 
 
 async def test_front_ends_do_without_torch(shared: Running, engine: InferenceEngine) -> None:
@@ -217,6 +218,15 @@ async def test_requests_are_aborted_by_id_in_every_process(shared: Running, engi
     assert (await shared.client.post("/abort_requests", json=ids)).json()["aborted"] == 2
     for answer in await asyncio.gather(*asking):
         assert {choice["finish_reason"] for choice in answer.json()["choices"]} == {"abort"}
+
+
+async def test_generations_are_aborted_by_id_in_every_process(shared: Running, engine: InferenceEngine) -> None:
+    body = {"token_ids": [5, 6], "sampling_params": {"max_tokens": 900, "ignore_eos": True}, "request_id": "a"}
+    asking = [asyncio.create_task(front_end.post("/inference/v1/generate", json=body)) for front_end in shared.each]
+    await until_running(engine, 2)
+    await shared.client.post("/inference/v1/abort_requests", json={"request_ids": ["a"]})
+    for answer in await asyncio.gather(*asking):
+        assert [choice["finish_reason"] for choice in answer.json()["choices"]] == ["abort"]
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/sessions/{}/v1/chat/completions"])
