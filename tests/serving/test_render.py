@@ -35,6 +35,7 @@ async def posted(client: httpx.AsyncClient, path: str, body: dict[str, Any], **h
         {**SEEDED, "structured_outputs": {"choice": ["yes", "no"]}},
         {**SEEDED, "response_format": {"type": "json_object"}, "max_tokens": 40},
         {**SEEDED, "logprobs": True, "top_logprobs": 2, "presence_penalty": 0.5, "model": "one"},
+        {**SEEDED, "logprobs": True, "top_logprobs": -1, "max_tokens": 2},
         {**SEEDED, "chat_template_kwargs": {}, "add_generation_prompt": False, "priority": 2},
     ],
 )
@@ -51,7 +52,8 @@ async def test_a_rendered_chat_has_the_chats_tokens(client: httpx.AsyncClient, f
             assert [one["logprob"] for one in ours["logprobs"]["content"]] == pytest.approx(
                 [one["logprob"] for one in theirs["logprobs"]["content"]], abs=1e-4
             )
-            assert len(ours["logprobs"]["content"][0]["top_logprobs"]) == 2
+            counts = [[len(one["top_logprobs"]) for one in each["logprobs"]["content"]] for each in (ours, theirs)]
+            assert counts[0] == counts[1]
 
 
 async def test_each_prompt_of_a_completion_is_a_request(client: httpx.AsyncClient) -> None:
@@ -66,6 +68,9 @@ async def test_each_prompt_of_a_completion_is_a_request(client: httpx.AsyncClien
         assert len(found["prompt_logprobs"]) == len(one["token_ids"])
     (alone,) = await posted(client, f"{COMPLETION}/render", {"prompt": [[5, 6]]})
     assert (alone["token_ids"], alone["sampling_params"]) == ([5, 6], {"max_tokens": 16})
+    whole = {"logprobs": -1, "prompt_logprobs": -1}
+    (alone,) = await posted(client, f"{COMPLETION}/render", {"prompt": [[5, 6]], **whole})
+    assert alone["sampling_params"] == {**whole, "max_tokens": 16}
 
 
 async def test_without_a_bound_there_is_the_contexts(client: httpx.AsyncClient, engine: InferenceEngine) -> None:
@@ -115,5 +120,5 @@ async def test_generations_are_aborted_by_the_ids_of_rendered_requests(
     assert not running.done(), "no ids end no request"
     await client.post(path, json={"request_ids": [rendered["request_id"]]})
     assert (await running).json()["choices"][0]["finish_reason"] == "abort"
-    for body in ({}, {"request_ids": 7}, {"request_ids": [7]}):
+    for body in ({}, {"request_ids": 7}, {"request_ids": [7]}, {"request_ids": ""}, {"request_ids": False}):
         assert (await client.post(path, json=body)).status_code == 400

@@ -93,7 +93,7 @@ class RenderRoutes:
 
     async def _of_prompt(self, asked: ChatRequest | CompletionRequest, call: Call, index: int) -> Rendered:
         where, model, prompt = f"prompts[{index}]", self._served.engine.model_info, call.prompts[index]
-        params = check_sampling_params(call.params)
+        params = check_sampling_params(self._served.with_logprobs(call.params))
         if prompt.media:
             raise InvalidRequest(
                 "messages hold images, videos or sounds, whose tensors only vLLM's own server renders; send them to "
