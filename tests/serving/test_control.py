@@ -131,6 +131,18 @@ async def test_a_header_gives_requests_their_id(
     assert last["choices"][0]["finish_reason"] == "length"
 
 
+@pytest.mark.parametrize("wrong", ["", "r", False, 0, {}, [7]])
+async def test_ids_of_a_wrong_type_abort_nothing(
+    client: httpx.AsyncClient, engine: InferenceEngine, wrong: object
+) -> None:
+    running = asyncio.create_task(client.post("/v1/completions", json={**LONG, "max_tokens": 900, "request_id": "r"}))
+    await until_running(engine, 1)
+    assert (await client.post("/abort_requests", json={"request_ids": wrong})).status_code == 400
+    assert not running.done()
+    await ok(client, "/abort_requests", request_ids=["r"])
+    assert (await running).json()["choices"][0]["finish_reason"] == "abort"
+
+
 @pytest.mark.parametrize(
     ("route", "prompt"),
     [
@@ -163,11 +175,14 @@ async def test_servers_of_one_engine_may_have_requests_of_one_id(
         Server(engine, ServerConfig(port=0)) as other,
         httpx.AsyncClient(base_url=other.url, timeout=HANGING) as its,
     ):
-        body = {**LONG, "max_tokens": 200, "request_id": "one"}
+        body = {**LONG, "max_tokens": 900, "request_id": "one"}
         running = [asyncio.create_task(one.post("/v1/completions", json=body)) for one in (client, its)]
         await until_running(engine, 2)
+        await ok(client, "/abort_requests", request_ids=["one"])
+        await ok(its, "/abort_requests", request_ids=["one"])
         for answer in await asyncio.gather(*running):
             assert (answer.status_code, answer.json()["id"]) == (200, "cmpl-one"), answer.text
+            assert answer.json()["choices"][0]["finish_reason"] == "abort"
 
 
 async def test_ids_may_be_as_long_as_a_header(client: httpx.AsyncClient) -> None:

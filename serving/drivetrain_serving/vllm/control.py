@@ -495,7 +495,7 @@ def _ids(fields: AbortFields | AbortGenerationsFields) -> list[str]:
     Raises:
         InvalidRequest: they are no list of strings.
     """
-    ids = fields.request_ids or []
+    ids = [] if fields.request_ids is None else fields.request_ids
     if not isinstance(ids, list) or not all(isinstance(one, str) for one in ids):
         raise InvalidRequest(f"request_ids={shown(ids)}: expected a list of strings", field="request_ids")
     return ids
