@@ -201,6 +201,7 @@ async def test_tokens_are_counted_and_nothing_is_recorded(talking: Talking) -> N
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages.0.content.0"),
         ({"messages": [{"role": "assistant", "content": [{"type": "thinking", "thinking": "a"}]}]}, "messages.0"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0"),
+        ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "tool"}}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "mul"}}, "'mul' is none of tools"),
         ({"tool_choice": {"type": "any"}}, "no tools"),

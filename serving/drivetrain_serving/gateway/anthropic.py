@@ -81,10 +81,10 @@ def to_chat(body: Mapping[str, object], template: str) -> Json:
         tools = enumerate(list_of(body["tools"], "tools"))
         chat["tools"] = [_tool(tool, f"tools.{index}") for index, tool in tools]
     choice = body.get("tool_choice")
-    if isinstance(choice, Mapping):
+    if choice is not None:
         chat["tool_choice"] = _choice(choice)
-        if choice.get("disable_parallel_tool_use"):
-            chat["parallel_tool_calls"] = False
+    if isinstance(choice, Mapping) and choice.get("disable_parallel_tool_use"):
+        chat["parallel_tool_calls"] = False
     thinking = body.get("thinking")
     if isinstance(thinking, Mapping) and re.search(r"\benable_thinking\b", template):
         given = chat.get("chat_template_kwargs") or {}
@@ -94,7 +94,7 @@ def to_chat(body: Mapping[str, object], template: str) -> Json:
     return chat
 
 
-def _choice(choice: Mapping[str, object]) -> object:
+def _choice(choice: object) -> object:
     match choice:
         case {"type": "tool", "name": str(name)}:
             return {"type": "function", "function": {"name": name}}
