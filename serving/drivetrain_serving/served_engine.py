@@ -16,7 +16,7 @@ from drivetrain.engine.engine import InferenceEngine
 from drivetrain.engine.request_builder import ParamsLike
 from drivetrain.errors import DrivetrainError, EngineBusy, InvalidRequest, TooManyAdapters
 from drivetrain.openai.engine_calls import Call
-from drivetrain.openai.token_prompts import token_prompt
+from drivetrain.text.prompt_threads import in_prompt_thread
 from drivetrain.types.capability import Capability
 from drivetrain.types.outputs import CompletionChunk, GenerationOutput
 from drivetrain.types.prompts import Prompt, TokenPrompt
@@ -119,7 +119,11 @@ class ServedEngine:
 
     async def token_prompt(self, prompt: Prompt, index: int) -> TokenPrompt:
         """Return a prompt as token ids; ``index`` is its place in the request."""
-        return await token_prompt(self.engine, prompt, index)
+        if isinstance(prompt, TokenPrompt):
+            return prompt
+        length = self.engine.model_info.context_length
+        ids = await in_prompt_thread(lambda: self.engine.tokenizer.encode(prompt, length, f"prompts[{index}]"))
+        return TokenPrompt.model_construct(token_ids=tuple(ids), media=())
 
     async def generate(self, call: EngineCall) -> GenerationOutput:
         """Generate as the engine does, and count the tokens."""

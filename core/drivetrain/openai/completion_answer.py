@@ -108,16 +108,9 @@ class CompletionAnswer:
 
     # In chunks ---------------------------------------------------------------------------------------------------
 
-    def chunks(
-        self, chunk: CompletionChunk, prompt_token_ids: Sequence[int] | None = None
-    ) -> Iterator[TextCompletionChunk]:
-        """Yield a choice's new chunks: its text, then its finish reason.
-
-        Args:
-            chunk: The choice's new part.
-            prompt_token_ids: The choice's prompt; needed with ``echo``.
-        """
-        choice = self._echoing(chunk, prompt_token_ids) if self._asked.echo else self._part(chunk)
+    def chunks(self, chunk: CompletionChunk) -> Iterator[TextCompletionChunk]:
+        """Yield a choice's new chunks: its text, then its finish reason."""
+        choice = self._echoing(chunk) if self._asked.echo else self._part(chunk)
         if choice is not None:
             yield self._chunk([choice], None)
         if (completion := chunk.completion) is not None:
@@ -144,13 +137,12 @@ class CompletionAnswer:
             "token_ids": chunk.token_ids,
         }
 
-    def _echoing(self, chunk: CompletionChunk, prompt_token_ids: Sequence[int] | None) -> CompletionChunkChoice | None:
+    def _echoing(self, chunk: CompletionChunk) -> CompletionChunkChoice | None:
         """Return a choice's new part; its first one begins with the prompt.
 
         Engines tell a prompt's logprobs at the end of a completion: if they are asked for, the choice is one part.
         """
-        assert prompt_token_ids is not None
-        index, prompt = self._index(chunk), list(prompt_token_ids)
+        index, prompt = self._index(chunk), list(chunk.prompt_token_ids)
         if self._asked.logprobs is not None:
             if (completion := chunk.completion) is None:
                 return None

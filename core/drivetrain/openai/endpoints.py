@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Protocol
 
-from drivetrain.backend.base import ModelInfo
 from drivetrain.openai.chat_answer import ChatAnswer
 from drivetrain.openai.completion_answer import CompletionAnswer
 from drivetrain.openai.engine_calls import Call, chat_call, check_served, completion_call
 from drivetrain.openai.payloads import ChatPayload, CompletionPayload, parse
 from drivetrain.openai.responses import ChatCompletion, ChatCompletionChunk, TextCompletion, TextCompletionChunk
-from drivetrain.openai.token_prompts import token_prompt
 from drivetrain.text.tokenizer import Tokenizer
 from drivetrain.types.config import EngineConfig
 from drivetrain.types.outputs import Completion, CompletionChunk, GenerationOutput
@@ -31,11 +28,6 @@ class Engine(Protocol):
     @property
     def tokenizer(self) -> Tokenizer:
         """The engine's tokenizer."""
-        ...
-
-    @property
-    def model_info(self) -> ModelInfo:
-        """Facts about the model."""
         ...
 
     async def generate(
@@ -107,14 +99,9 @@ async def completion_stream(
     model = check_served(asked, engine.config.model)
     call = completion_call(asked)
     answer = CompletionAnswer(asked, call.id, model, engine.tokenizer)
-    ids: list[Sequence[int] | None] = [None] * len(call.prompts)
-    if asked.echo:
-        with call.refusals():
-            read = [await token_prompt(engine, prompt, index) for index, prompt in enumerate(call.prompts)]
-        call, ids = replace(call, prompts=tuple(read)), [prompt.token_ids for prompt in read]
     async with aclosing(_stream(engine, call, timeout)) as chunks:
         async for chunk in chunks:
-            for piece in answer.chunks(chunk, ids[chunk.prompt_index]):
+            for piece in answer.chunks(chunk):
                 yield piece
     if asked.include_usage:
         yield answer.usage_chunk()

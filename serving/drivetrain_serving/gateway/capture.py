@@ -118,7 +118,7 @@ class Capture:
             with asked.call.refusals(), self._served.known_as(asked.answer_id, asked.call, asked.request_id):
                 async with aclosing(self._served.generate_stream(asked.call)) as chunks:
                     async for chunk in chunks:
-                        made = list(responses.chunks(_as_asked(chunk, asked), asked.prepared.token_ids))
+                        made = list(responses.chunks(_as_asked(chunk, asked)))
                         message = messages.setdefault(chunk.sample_index, {"role": "assistant", "content": ""})
                         reason = ""
                         for piece in made:

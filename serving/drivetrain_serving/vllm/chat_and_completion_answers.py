@@ -63,38 +63,37 @@ class CompletionResponses:
             "routed_experts": None,
         }
 
-    def chunks(self, chunk: CompletionChunk, prompt_token_ids: Sequence[int] | None) -> Iterator[types.CompletionChunk]:
+    def chunks(self, chunk: CompletionChunk) -> Iterator[types.CompletionChunk]:
         """Yield the chunks of a stream; a choice's first one carries the prompt's ids, where they are asked for."""
-        for made in self._answer.chunks(chunk, prompt_token_ids):
+        for made in self._answer.chunks(chunk):
             (choice,) = made["choices"]
             piece: types.CompletionChunk = {
                 "id": made["id"],
                 "object": made["object"],
                 "created": made["created"],
                 "model": made["model"],
-                "choices": [self._chunk_choice(choice, chunk, prompt_token_ids)],
+                "choices": [self._chunk_choice(choice, chunk)],
                 "system_fingerprint": None,
             }
             if "usage" in made:
-                prompt = chunk.completion.prompt_token_ids if chunk.completion else prompt_token_ids
-                piece["usage"] = self._usages.after(choice["index"], choice["token_ids"], prompt)
+                piece["usage"] = self._usages.after(choice["index"], choice["token_ids"], chunk.prompt_token_ids)
             yield piece
 
     def _chunk_choice(
-        self, choice: openai.CompletionChunkChoice, chunk: CompletionChunk, prompt_token_ids: Sequence[int] | None
+        self, choice: openai.CompletionChunkChoice, chunk: CompletionChunk
     ) -> types.CompletionChunkChoice:
         ended = choice["finish_reason"] is not None
         first = choice["index"] not in self._opened
         self._opened.add(choice["index"])
         with_ids = self._asked.return_token_ids
-        tells_prompt = (with_ids or self._asked.echo) and first and prompt_token_ids is not None
+        tells_prompt = (with_ids or self._asked.echo) and first
         whole = chunk.completion if self._asked.echo else None  # with logprobs, they come in one piece
         return {
             **choice,
             "logprobs": self._logprobs(choice["logprobs"], whole or chunk),
             "stop_reason": stop_reason(chunk.completion, self._eos) if ended and chunk.completion else None,
             "token_ids": choice["token_ids"] if with_ids else None,
-            "prompt_token_ids": list(prompt_token_ids or ()) if tells_prompt else None,
+            "prompt_token_ids": list(chunk.prompt_token_ids) if tells_prompt else None,
         }
 
     def usage_chunk(self) -> types.CompletionUsageChunk:
@@ -197,11 +196,11 @@ class ChatResponses:
             "routed_experts": None,
         }
 
-    def chunks(self, chunk: CompletionChunk, prompt_token_ids: Sequence[int] | None) -> Iterator[types.ChatChunk]:
+    def chunks(self, chunk: CompletionChunk) -> Iterator[types.ChatChunk]:
         """Yield the chunks of a stream; the first one carries the prompt's ids, where they are asked for."""
         for made in self._answer.chunks(chunk):
             (choice,) = made["choices"]
-            tells_prompt = self._asked.return_token_ids and not self._opened and prompt_token_ids is not None
+            tells_prompt = self._asked.return_token_ids and not self._opened
             self._opened = True
             piece: types.ChatChunk = {
                 "id": made["id"],
@@ -209,13 +208,12 @@ class ChatResponses:
                 "created": made["created"],
                 "model": made["model"],
                 "choices": [self._chunk_choice(choice, chunk)],
-                "prompt_token_ids": list(prompt_token_ids or ()) if tells_prompt else None,
+                "prompt_token_ids": list(chunk.prompt_token_ids) if tells_prompt else None,
                 "prompt_text": None,
                 "system_fingerprint": None,
             }
             if "usage" in made:
-                prompt = chunk.completion.prompt_token_ids if chunk.completion else prompt_token_ids
-                piece["usage"] = self._usages.after(choice["index"], choice["token_ids"], prompt)
+                piece["usage"] = self._usages.after(choice["index"], choice["token_ids"], chunk.prompt_token_ids)
             yield piece
 
     def _chunk_choice(self, choice: openai.ChatChunkChoice, chunk: CompletionChunk) -> types.ChatChunkChoice:

@@ -60,9 +60,8 @@ class GenerateResponses:
             "weight_versions": _weight_versions(completion),
         }
 
-    def chunks(self, chunk: CompletionChunk, prompt_token_ids: Sequence[int] | None) -> Iterator[types.GenerateChunk]:
+    def chunks(self, chunk: CompletionChunk) -> Iterator[types.GenerateChunk]:
         """Yield the chunks of a stream."""
-        del prompt_token_ids  # streams of this route do not tell them
         choice: types.GenerateChoice = {
             "index": chunk.sample_index,
             "token_ids": chunk.token_ids,

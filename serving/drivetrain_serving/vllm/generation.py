@@ -47,7 +47,7 @@ class Responses(Protocol):
         """Return the whole response."""
         ...
 
-    def chunks(self, chunk: CompletionChunk, prompt_token_ids: Sequence[int] | None) -> Iterable[Mapping[str, object]]:
+    def chunks(self, chunk: CompletionChunk) -> Iterable[Mapping[str, object]]:
         """Yield the chunks of a stream."""
         ...
 
@@ -211,7 +211,7 @@ class GenerationRoutes:
         with call.refusals(), self._served.known_as(answer_id, call) as call:
             async with aclosing(self._served.generate_stream(call)) as chunks:
                 async for chunk in chunks:
-                    for piece in responses.chunks(chunk, chunk.prompt_token_ids):
+                    for piece in responses.chunks(chunk):
                         yield piece
         if include_usage:
             yield responses.usage_chunk()

@@ -102,12 +102,10 @@ class RunningUsages:
         self._wanted = wanted
         self._sampled: Counter[int] = Counter()
 
-    def after(
-        self, index: int, token_ids: Sequence[int], prompt_token_ids: Sequence[int] | None
-    ) -> RunningUsage | None:
-        """Return the usage of the choice ``index`` after its next ``token_ids``; None if it is not wanted or known."""
+    def after(self, index: int, token_ids: Sequence[int], prompt_token_ids: Sequence[int]) -> RunningUsage | None:
+        """Return the usage of the choice ``index`` after its next ``token_ids``; None if it is not wanted."""
         self._sampled[index] += len(token_ids)
-        if not self._wanted or prompt_token_ids is None:
+        if not self._wanted:
             return None
         prompt, sampled = len(prompt_token_ids), self._sampled[index]
         return {

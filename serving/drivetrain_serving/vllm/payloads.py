@@ -78,8 +78,7 @@ def _by_wire_names(schema: JsonDict) -> None:
                 "include_usage": {"type": ["boolean", "null"], "description": "End the stream with a usage chunk."},
                 "continuous_usage_stats": {
                     "type": ["boolean", "null"],
-                    "description": "With include_usage: tell the usage so far of a choice in each of its chunks; of a "
-                    "prompt with media, in its last one.",
+                    "description": "With include_usage: tell the usage so far of a choice in each of its chunks.",
                 },
             },
         },
