@@ -111,6 +111,8 @@ async def test_each_prompt_of_a_batch_has_its_own(mixture: Served) -> None:
         ({}, [0, 1, 2, 3]),
         ({"first_k_dense_replace": 1, "moe_layer_freq": 1}, [1, 2, 3]),
         ({"moe_layer_freq": [0, 1, 0, 1]}, [1, 3]),
+        ({"moe_layer_freq": [0, 1]}, [1]),
+        ({"moe_layer_freq": 0, "decoder_sparse_step": 0}, [0, 1, 2, 3]),
         ({"mlp_only_layers": [2], "decoder_sparse_step": 1}, [0, 1, 3]),
         ({"mlp_only_layers": [], "decoder_sparse_step": 2}, [1, 3]),
         ({"mlp_layer_types": ["dense", "sparse", "sparse", "dense"]}, [1, 2]),

@@ -82,7 +82,7 @@ def layers_with_experts(fields: Mapping[str, object], layers: int) -> Sequence[i
         for layer in range(layers)
         if layer >= (first if isinstance(first, int) else 0)
         and not (isinstance(dense, list) and layer in dense)
-        and not (isinstance(step, int) and (layer + 1) % step)
-        and not (isinstance(every, int) and layer % every)
-        and not (isinstance(every, list) and not every[layer])
+        and not (isinstance(step, int) and step and (layer + 1) % step)
+        and not (isinstance(every, int) and every and layer % every)
+        and not (isinstance(every, list) and not any(every[layer : layer + 1]))
     ]
