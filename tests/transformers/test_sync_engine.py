@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,18 @@ def test_answers_are_those_of_the_page_that_is_awaited(engine: SyncEngine, model
     chunks = list(engine.generate_stream(prompts[0], GREEDY))
     assert [token for chunk in chunks for token in chunk.token_ids] == expected[0]
     assert engine.decode(expected[0]) == "".join(chunk.text for chunk in chunks)
+
+
+@pytest.mark.parametrize("attached", [False, True])
+def test_all_chunks_of_a_sample_share_its_prompt(engine: SyncEngine, attached: bool) -> None:
+    """A prompt may have a hundred thousand tokens, which are not copied for each chunk."""
+    prompts = [[5, 6, 7], [8, 9]]
+    with sync_engine(engine.handle()) if attached else nullcontext(engine) as asked:
+        chunks = list(asked.generate_stream(prompts, GREEDY))
+    for index, prompt in enumerate(prompts):
+        first, *others = (chunk.prompt_token_ids for chunk in chunks if chunk.prompt_index == index)
+        assert list(first) == prompt
+        assert all(ids is first for ids in others)
 
 
 def test_every_call_of_the_page_blocks_here() -> None:
