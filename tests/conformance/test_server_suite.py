@@ -35,6 +35,7 @@ def running(monkeypatch: pytest.MonkeyPatch) -> Iterator[Servers]:
     made.close()
 
 
+@pytest.mark.slow
 def test_of_many_the_one_that_was_used_longest_ago_gives_way(running: Servers) -> None:
     first, second = running.get(launch(1)), running.get(launch(2))
     assert running.get(launch(1)) is first
@@ -43,6 +44,7 @@ def test_of_many_the_one_that_was_used_longest_ago_gives_way(running: Servers) -
     assert running.get(launch(2)) is not second
 
 
+@pytest.mark.slow
 async def test_one_to_which_an_engine_is_connected_stays(running: Servers) -> None:
     engine = create_engine("transformers", model=str(tiny_model("qwen2")), isolation="inline")
     first = running.get(launch(1))

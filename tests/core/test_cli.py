@@ -60,6 +60,7 @@ def test_version(run: Run) -> None:
     assert run("--version") == (0, f"{__version__}\n", "")
 
 
+@pytest.mark.slow
 def test_the_module_and_the_script_are_the_same() -> None:
     script = Path(sys.executable).with_name("drivetrain")
     for arguments in (["--help"], ["backends", "--json"], ["no-such-command"]):

@@ -200,6 +200,7 @@ async def test_a_sound_that_is_said_to_be_long_is_refused_before_it_is_decoded(m
         await reader().read([AudioInput(data=file)])
 
 
+@pytest.mark.slow
 async def test_a_small_file_of_a_long_sound_takes_little_memory() -> None:
     file = encoded(np.zeros(1200 * RATE, np.float32), "mp3", "mp3", RATE)
     made = reader()

@@ -192,7 +192,8 @@ def test_a_wrong_prompts_file_is_refused_before_an_engine_is_made(demo: Demo, tm
     assert "starting" not in err
 
 
-@pytest.mark.parametrize("isolation", [pytest.param("inline", marks=pytest.mark.slow), "process"])
+@pytest.mark.slow
+@pytest.mark.parametrize("isolation", ["inline", "process"])
 def test_an_interrupt_ends_the_engine_too(isolation: str) -> None:
     command = [sys.executable, "-m", "drivetrain", "demo", "--isolation", isolation, "--no-plot", *SMALL]
     with subprocess.Popen(

@@ -186,6 +186,7 @@ def test_every_named_route_exists(served: Served) -> None:
     assert BODIES.keys() | FIELDS.keys() | NESTED.keys() <= paths
 
 
+@pytest.mark.slow
 @example(value=10**30)
 @example(value=-(2**63))
 @example(value=1.5)

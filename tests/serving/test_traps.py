@@ -107,8 +107,9 @@ async def test_a_client_that_asks_for_the_logprobs_of_a_chat(
     for top in (None, 0):
         answer = await client.post("/v1/chat/completions", json={**body, "top_logprobs": top})
         assert len(answer.json()["choices"][0]["logprobs"]["content"]) == 2
-    refused = await client.post("/v1/completions", json={**COMPLETION, "logprobs": -1})
-    assert refused.json()["error"]["param"] == "logprobs", "vLLM refuses the whole vocabulary too unless told otherwise"
+    whole = await client.post("/v1/chat/completions", json={**body, "top_logprobs": -1})
+    told = whole.json()["choices"][0]["logprobs"]["content"]
+    assert [len(token["top_logprobs"]) for token in told] == [engine.model_info.vocab_size] * 2
 
 
 async def test_a_client_that_gives_no_number_of_tokens(client: httpx.AsyncClient, engine: InferenceEngine) -> None:

@@ -299,6 +299,7 @@ async def test_weights_that_are_not_finite_are_refused(
     assert same(await answers_of(client), await fresh(other_model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "wrong",
     [

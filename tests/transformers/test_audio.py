@@ -116,6 +116,7 @@ def folder() -> Path:
     return tiny_model("qwen2_audio")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", [{}, {"max_num_seqs": 3}, {"max_num_batched_tokens": 40}], ids=str)
 async def test_rows_of_any_mixture_are_heard_as_alone(folder: Path, fields: dict[str, object]) -> None:
     params = GREEDY.model_copy(update={"n": 2})

@@ -148,6 +148,7 @@ async def check(engine: InferenceEngine, wanted: Sequence[object], order: Sequen
         assert bits(completion) == wanted[index], f"the answer to prompt {index} differs"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen2", "bfloat16", "qwen3_moe", "longrope", "falcon_h1"])
 async def test_nothing_else_changes_a_bit(name: str) -> None:
     folder = folder_of(name)

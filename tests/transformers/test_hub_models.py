@@ -158,7 +158,8 @@ def edit(file: Path, **fields: object) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
 
 
-@pytest.mark.parametrize("isolation", ["inline", pytest.param("process", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("isolation", ["inline", "process"])
 def test_a_revision_is_that_revision_in_all_files(tmp_path: Path, isolation: str) -> None:
     model = tmp_path / "models--some--model"
     for seed, (name, commit) in enumerate((("main", "a" * 40), ("old", "b" * 40))):

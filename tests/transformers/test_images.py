@@ -174,6 +174,7 @@ def with_other_vision(folder: Path, to: Path) -> Path:
     return with_other_weights(folder, to, lambda name: name.startswith(("visual", "model.visual", "vision_tower")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", list(PauseMode))
 @pytest.mark.parametrize("architecture", ["qwen2_5_vl", "llava"])
 async def test_an_update_of_the_vision_part_takes_effect(architecture: str, mode: PauseMode, tmp_path: Path) -> None:
@@ -503,6 +504,7 @@ def features_kept_after_an_update(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Qwen2_5_VLModel, "get_image_features", remembered)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "wrong",
     [

@@ -10,8 +10,10 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 
 
+@pytest.mark.slow
 def test_the_host_sees_the_gpu_variables_as_they_are_and_goes_when_the_trainer_is_killed(
     model: Path, tmp_path: Path
 ) -> None:
