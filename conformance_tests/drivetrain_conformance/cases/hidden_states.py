@@ -241,6 +241,7 @@ async def _interrupted(bench: Bench, prompt: list[int], interrupt: Callable[[], 
     model=ModelKind.MOE,
     config={"max_num_seqs": _AT_ONCE},
     changes_weights=True,
+    slow=True,
 )
 async def experts_are_those_of_the_weights_that_chose_them(bench: Bench) -> None:
     """After an update, a prompt that was cached before has the new weights' experts, with keep_prefix_cache=True too.

@@ -564,7 +564,7 @@ async def a_name_is_given_once(bench: Bench) -> None:
         _assert_made_by(bench, await _answers(bench, bench.prompts(2), "a"), made)
 
 
-@case(Capability.LORA, config=_CONFIG)
+@case(Capability.LORA, config=_CONFIG, slow=True)
 async def a_name_may_come_back_as_another_adapter(bench: Bench) -> None:
     """A name that is loaded again with another path serves the other adapter, also for a cached prompt.
 

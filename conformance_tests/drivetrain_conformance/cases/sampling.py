@@ -561,7 +561,7 @@ async def _resumed(engine: InferenceEngine, made: Completion, params: SamplingPa
     return (await engine.parts.backend.generate(request)).token_ids
 
 
-@case(Capability.SEED)
+@case(Capability.SEED, slow=True)
 async def another_seed_draws_otherwise(bench: Bench) -> None:
     """Requests that differ only by their seed draw different tokens. Samples of one seed differ from each other too."""
     prompts = bench.prompts(3)

@@ -177,7 +177,7 @@ async def weights_that_are_lost_are_not_saved(bench: Bench) -> None:
     await check_saved(engine, folder, bench.model)
 
 
-@case(Capability.SAVE_SHARDED, Capability.STREAMING, model=ModelKind.LARGE)
+@case(Capability.SAVE_SHARDED, Capability.STREAMING, model=ModelKind.LARGE, slow=True)
 async def requests_run_on_during_a_save(bench: Bench) -> None:
     """Tokens keep coming while weights are saved, and are the same.
 

@@ -82,7 +82,7 @@ async def a_prompt_comes_back_as_it_was_seen(bench: Bench) -> None:
             await engine.generate(TokenPrompt(token_ids=tuple(wrong), media=media), SEEN)
 
 
-@case(Capability.IMAGES, model=ModelKind.VISION, config=BOUNDED)
+@case(Capability.IMAGES, model=ModelKind.VISION, config=BOUNDED, slow=True)
 async def images_count_in_the_context(bench: Bench) -> None:
     """Images count towards the context length; a request that does not fit is refused."""
     image = [png(pattern_pixel)]

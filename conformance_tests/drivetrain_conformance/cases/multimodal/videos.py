@@ -163,7 +163,7 @@ async def a_prompt_with_a_video_comes_back_as_it_was_seen(bench: Bench) -> None:
             await bench.engine.generate(TokenPrompt(token_ids=tuple(wrong), media=media), SEEN)
 
 
-@case(Capability.VIDEO, model=ModelKind.VISION, config=BOUNDED)
+@case(Capability.VIDEO, model=ModelKind.VISION, config=BOUNDED, slow=True)
 async def videos_count_in_the_context(bench: Bench) -> None:
     """Videos count towards the context length; a request that does not fit is refused."""
     prompt = with_videos(videos=[Video(MOVING)])

@@ -54,7 +54,7 @@ async def _check_state_is_kept(bench: Bench, mode: PauseMode) -> None:
     await engine.load_weights_from_disk(str(bench.model), own)
 
 
-@case(*_SPANS, Capability.WEIGHT_UPDATE_IN_FLIGHT_RETRACT, Capability.PAUSE_RETRACT, changes_weights=True)
+@case(*_SPANS, Capability.WEIGHT_UPDATE_IN_FLIGHT_RETRACT, Capability.PAUSE_RETRACT, changes_weights=True, slow=True)
 async def retracted_requests_go_on_with_the_new_weights(bench: Bench) -> None:
     """Requests retracted for an update continue as if the new weights had read their tokens; spans mark the switch.
 

@@ -165,7 +165,7 @@ async def a_trainer_pushes_after_every_step(bench: Bench) -> None:
             await check_serves(bench, bench.other_weights(step), f"step-{step}")
 
 
-@case(Capability.WEIGHTS_DISK, changes_weights=True)
+@case(Capability.WEIGHTS_DISK, changes_weights=True, slow=True)
 async def going_back_to_earlier_weights_gives_their_answers(bench: Bench) -> None:
     """Pushing other weights and then the first ones again restores the first answers.
 
