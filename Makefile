@@ -544,7 +544,6 @@ conformance-quick: $(READY) ## the suite on every backend, without the slow case
 quick-on-engines:
 	@$(MAKE) --no-print-directory conformance BACKEND=sglang PROFILE=quick
 	@$(MAKE) --no-print-directory conformance BACKEND=vllm PROFILE=quick
-	@$(MAKE) --no-print-directory parity
 
 quick-beside-engines:
 	@# A trainer on one Python and SGLang on another, whose host is no forked one.
@@ -552,7 +551,7 @@ quick-beside-engines:
 	@$(MAKE) --no-print-directory conformance BACKEND=transformers
 	@$(MAKE) --no-print-directory conformance BACKEND=echo
 	@.venvs/echo/bin/python -m pytest -q $(ECHO) -k "generate or stop or errors" # the pytest class; its cases ran above
-	@$(MAKE) --no-print-directory conformance-fleet PROFILE=quick
+	@$(MAKE) --no-print-directory parity
 
 mutants: $(READY) ## wrong backends and servers, of which the suite must catch each, and wrong fleets, of which their tests must: half an hour
 	@OMP_NUM_THREADS=1 $(BIN)/drivetrain conformance --mutants $(ARGS)
