@@ -107,7 +107,7 @@ def reader_of(asked: ChatPayload) -> CallReader | None:
 
 
 def calls_in(text: str, reader: CallReader) -> list[ToolCall]:
-    """Return the calls in a whole text. In an array, a call that was cut off is left out."""
+    """Return the calls in a whole text, without a call of an array that was cut off."""
     calls: list[ToolCall] = []
     add_parts(calls, reader.push(text))
     return calls[: reader.complete]

@@ -52,13 +52,16 @@ async def read_body(request: Request, config: ServerConfig) -> bytes:
     return b"".join(parts)
 
 
-async def read_json(request: Request, config: ServerConfig, *, wants_type: bool = False) -> dict[str, object]:
+async def read_json(
+    request: Request, config: ServerConfig, *, wants_type: bool = False, header_ids: bool = False
+) -> dict[str, object]:
     """Return the body as a JSON object; an empty body is an empty object.
 
     Args:
         request: The request.
         config: Its bounds.
         wants_type: Refuse a body that is not called ``application/json``.
+        header_ids: Let the header ``X-Request-Id`` give the request its id; see :func:`identify_by_header`.
 
     Raises:
         HTTPException: 400, it is no JSON object; 413 and 408 as :func:`read_body`.
@@ -67,17 +70,16 @@ async def read_json(request: Request, config: ServerConfig, *, wants_type: bool 
     if wants_type and kind != "application/json":
         raise HTTPException(400, f"Content-Type is {kind!r}; expected application/json")
     body = await read_body(request, config)
-    if not body.strip():
-        return {}
     try:
-        value: object = msgspec.json.decode(body)
+        value: object = msgspec.json.decode(body) if body.strip() else None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise HTTPException(400, f"Invalid JSON format: {error}") from None
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise HTTPException(400, f"the body is a {type(value).__name__}; expected an object")
-    return value
+    fields = {} if value is None else value
+    if not isinstance(fields, dict):
+        raise HTTPException(400, f"the body is a {type(fields).__name__}; expected an object")
+    if header_ids:
+        identify_by_header(fields, request)
+    return fields
 
 
 def identify_by_header(body: dict[str, object], request: Request) -> None:

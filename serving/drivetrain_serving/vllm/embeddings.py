@@ -22,7 +22,7 @@ from drivetrain.types.capability import Capability
 from drivetrain.types.config import Task
 from drivetrain.types.prompts import TextPrompt, TokenPrompt
 from drivetrain_serving.http_layer.answers import json_answer
-from drivetrain_serving.http_layer.bodies import identify_by_header, read_json, unless_disconnected
+from drivetrain_serving.http_layer.bodies import read_json, unless_disconnected
 from drivetrain_serving.http_layer.route_docs import OF_ENGINES, documented
 from drivetrain_serving.served_engine import ServedEngine
 from drivetrain_serving.vllm.answer_types import Embeddings
@@ -71,9 +71,7 @@ class EmbeddingRoute:
     @documented(body=EmbeddingRequest, statuses=(404, *OF_ENGINES), answer=Embeddings)
     async def embeddings(self, request: Request) -> Response:
         """Answer POST ``/v1/embeddings``."""
-        body = await read_json(request, self._served.config, wants_type=True)
-        if self._header_ids:
-            identify_by_header(body, request)
+        body = await read_json(request, self._served.config, wants_type=True, header_ids=self._header_ids)
         return await unless_disconnected(request.receive, self._answer(body))
 
     async def _answer(self, body: Mapping[str, object]) -> Response:

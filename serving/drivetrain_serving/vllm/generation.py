@@ -18,7 +18,7 @@ from drivetrain.openai.payloads import Payload
 from drivetrain.openai.token_texts import TokenTexts
 from drivetrain.types.outputs import Completion, CompletionChunk
 from drivetrain_serving.http_layer.answers import event_stream, json_answer
-from drivetrain_serving.http_layer.bodies import identify_by_header, read_json, unless_disconnected
+from drivetrain_serving.http_layer.bodies import read_json, unless_disconnected
 from drivetrain_serving.http_layer.route_docs import JSON, OF_ENGINES, STREAM, documented
 from drivetrain_serving.served_engine import ServedEngine
 from drivetrain_serving.vllm import answer_types as types
@@ -116,9 +116,7 @@ class GenerationRoutes:
     async def _answered(
         self, request: Request, answer: Callable[[Mapping[str, object]], Coroutine[object, object, Response]]
     ) -> Response:
-        body = await read_json(request, self._served.config, wants_type=True)
-        if self._header_ids:
-            identify_by_header(body, request)
+        body = await read_json(request, self._served.config, wants_type=True, header_ids=self._header_ids)
         return await unless_disconnected(request.receive, answer(body))
 
     async def _completions(self, body: Mapping[str, object]) -> Response:

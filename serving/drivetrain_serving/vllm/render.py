@@ -25,7 +25,7 @@ from drivetrain.types.sampling import (
     StructuredOutput,
 )
 from drivetrain_serving.http_layer.answers import json_answer
-from drivetrain_serving.http_layer.bodies import identify_by_header, read_json, unless_disconnected
+from drivetrain_serving.http_layer.bodies import read_json, unless_disconnected
 from drivetrain_serving.http_layer.route_docs import documented
 from drivetrain_serving.served_engine import ServedEngine
 from drivetrain_serving.vllm.answer_types import Rendered, RenderedStreamOptions
@@ -66,10 +66,7 @@ class RenderRoutes:
         return await unless_disconnected(request.receive, self._completions(body))
 
     async def _read(self, request: Request) -> dict[str, object]:
-        body = await read_json(request, self._served.config, wants_type=True)
-        if self._header_ids:
-            identify_by_header(body, request)
-        return body
+        return await read_json(request, self._served.config, wants_type=True, header_ids=self._header_ids)
 
     async def _chat(self, body: Mapping[str, object]) -> Response:
         template = self._served.engine.tokenizer.chat_template(()) or ""

@@ -20,8 +20,8 @@ def held_policy(source: object, argument: str = "source") -> object:
     """Return the module that an actor holds; return any other source as it is.
 
     An actor is an object that has one module with tensors as an attribute, even if it can be called or iterated over;
-    or a module in which one model of transformers or peft holds every tensor. Slots are attributes, and so is a
-    property ``model``. A module within another one that the object has, as in DDP, does not count.
+    or a module in which one model of transformers or peft holds every tensor. Slots and a property ``model`` count as
+    attributes. A module within another one that the object has, as in DDP, does not count.
 
     Args:
         source: The source.
