@@ -510,7 +510,7 @@ parity-page: $(READY) ## keep the recordings of build/parity, and render them in
 	@cp build/parity/*-cpu.json $(RESULTS)/parity/
 	@$(BIN)/drivetrain parity $(RESULTS)/parity/*.json --output docs/reference/parity.md
 
-conformance-all: $(READY) ## the whole suite on every backend, their parity, and whether the docs are current; an hour and a half
+conformance-all: $(READY) ## the whole suite on every backend, their parity, and whether the docs are current; more than an hour
 	@rm -rf build/conformance
 	@$(MAKE) --no-print-directory environment-transformers environment-echo
 	@$(MAKE) --no-print-directory environment-sglang environment-vllm
