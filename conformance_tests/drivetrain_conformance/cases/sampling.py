@@ -678,7 +678,7 @@ async def _check_a_crowd_differs(bench: Bench, seed: int | None = None) -> None:
     _assert_differ([tuple(ids) for ids in samples if len(ids) == length])
 
 
-@case(Capability.SEED, own_engine=True)
+@case(Capability.SEED, own_engine=True, slow=True)
 async def a_configured_seed_repeats_a_run(bench: Bench) -> None:
     """Two engines with the same configured seed answer the same calls alike; repeated calls to one differ."""
     drawn = []

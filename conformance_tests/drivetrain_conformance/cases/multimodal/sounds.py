@@ -250,7 +250,7 @@ async def every_tensor_of_a_model_with_sounds_can_be_read(bench: Bench) -> None:
     await check_readable(bench, with_sounds([white_noise(1)]))
 
 
-@case(Capability.AUDIO, Capability.PAUSE_RETRACT, model=ModelKind.AUDIO, config=BOUNDED)
+@case(Capability.AUDIO, Capability.PAUSE_RETRACT, model=ModelKind.AUDIO, config=BOUNDED, slow=True)
 async def a_retracted_sound_is_heard_again(bench: Bench) -> None:
     """A retracted request continues with its sound."""
     await check_retracted(bench, lambda side: ([], [], [white_noise(side, 1.0)]))
