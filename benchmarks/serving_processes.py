@@ -1,13 +1,14 @@
 """Measure `drivetrain serve --processes N` beside one process: throughput, streams, and the time of small requests.
 
     python benchmarks/serving_processes.py BACKEND [--engines 1 2] [--processes 1 2 4 8] [--clients 512] [--gpus 0 1]
-        [--seconds 1.5] [--limit SECONDS] [--json FILE]
+        [--size tiny] [--seconds 1.5] [--limit SECONDS] [--json FILE]
 
 BACKEND is `simulated` (each token takes a stated time and no CPU time), `echo`, `transformers`, `sglang` or `vllm`. The
-engines start once, with a tiny model; on a CPU, or engine i on the i-th of ``--gpus``. The server is in the process
-that owns them, as in the command, and starts anew for each number of processes. The clients are processes of their own
-(``--client-processes``), with a connection for each client, closed after each measurement. All share the machine's
-cores: the figures say something about the server only where there are more cores than processes.
+engines start once, with a tiny model; on a CPU, or engine i on the i-th of ``--gpus``, where ``--size`` chooses a
+larger model of random weights. The server is in the process that owns them, as in the command, and starts anew for each
+number of processes. The clients are processes of their own (``--client-processes``), with a connection for each client,
+closed after each measurement. All share the machine's cores: the figures say something about the server only where
+there are more cores than processes.
 
 For each number of engines first the Python page (``page``), called by as many tasks in the owner's process. Then for
 each number of processes:
@@ -42,7 +43,7 @@ from typing import Any, Final
 
 import psutil
 from gpu.engine_fields import sglang_fields, vllm_fields
-from gpu.models import model_folder
+from gpu.models import SIZES, model_folder
 from http_load import Job, Outcome
 from serving import TimedBackend
 from simulated import simulated_engine
@@ -55,7 +56,7 @@ from drivetrain_serving import Server, ServerConfig
 GRAPHS: Final = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
 ON_GPU: Final[dict[str, dict[str, Any]]] = {
     "sglang": sglang_fields(GRAPHS, share=0.7, cache_tokens=400_000, load_format="dummy"),
-    "vllm": vllm_fields(GRAPHS, share=0.05, cache_bytes=4_000_000_000, load_format="dummy"),
+    "vllm": vllm_fields(GRAPHS, share=0.05, cache_bytes=16_000_000_000, load_format="dummy"),
     "transformers": {},
 }
 GPU: Final[dict[str, Callable[[int], dict[str, Any]]]] = {
@@ -106,7 +107,7 @@ async def own(given: argparse.Namespace) -> None:
     Lines are JSON: ``{"engines": N}`` chooses one engine or the fleet, ``{"page": LOAD}`` calls it,
     ``{"processes": N}`` serves it, and ``{"processes": 0}`` stops serving.
     """
-    folder = model_folder("tiny") if given.gpus else tiny_model()
+    folder = model_folder(given.size) if given.gpus else tiny_model()
     engines = [engine_of(given, folder, index) for index in range(max(given.engines))]
     async with AsyncExitStack() as ends:
         for engine in engines:
@@ -354,6 +355,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1.5, help="in which requests of each measurement begin")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds after which no more is begun")
     parser.add_argument("--gpus", type=int, nargs="+", help="of the engines; left out: the CPU")
+    parser.add_argument("--size", choices=SIZES, default="tiny", help="of the model on --gpus")
     parser.add_argument("--isolation", choices=("inline", "process"), help="of the engines; left out: the backend's")
     parser.add_argument("--ms-per-token", type=float, default=5.0, help="of a simulated engine")
     default = max(1, min(8, len(os.sched_getaffinity(0)) // 4))
