@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from drivetrain.errors import EngineDied, EngineStateError
 from drivetrain.process.host_log import HostLog, with_end_of_log
 from drivetrain.process.logged_exceptions import first_exception
 
@@ -191,6 +192,14 @@ def test_an_exception_that_the_message_holds_is_not_repeated() -> None:
 def test_an_exception_is_searched_among_recent_lines() -> None:
     message = with_end_of_log("the engine ended", SGLANG_FAILS_TO_START, recent=SGLANG_FAILS_TO_START[:2])
     assert message.splitlines()[:2] == ["the engine ended", "last lines of its log:"]
+
+
+def test_a_message_shows_the_beginning_of_long_lines() -> None:
+    settings = "server_args=" + 2000 * "a=None, "
+    shown = with_end_of_log("the engine ended", 100 * [settings]).splitlines()[2:]
+    assert shown == 40 * [f"{settings[:300]} … [{len(settings)} characters]"]
+    message = str(EngineDied(with_end_of_log("the engine ended", 100 * [settings])))
+    assert message in str(EngineStateError(f"generate() is refused: the engine is failed ({message})", state="failed"))
 
 
 def test_without_a_log_a_message_stays_as_it_is() -> None:

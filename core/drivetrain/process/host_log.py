@@ -13,6 +13,8 @@ from drivetrain.process.logged_exceptions import first_exception
 
 _LINES_KEPT: Final = 1000
 _LINES_SHOWN: Final = 40
+_LONGEST_SHOWN: Final = 300
+"""Characters of a line that are shown: engines print all their settings in one line of 13,000."""
 
 
 class HostLog:
@@ -45,7 +47,11 @@ def with_end_of_log(what: str, lines: Sequence[str], recent: Sequence[str] | Non
     if found and found.partition(": ")[2] not in what:
         first_line, *others = what.split("\n")
         what = "\n".join([f"{first_line}; first exception in its log: {found}", *others])
-    return "\n".join([what, "last lines of its log:", *lines[-_LINES_SHOWN:]])
+    return "\n".join([what, "last lines of its log:", *map(_shown, lines[-_LINES_SHOWN:])])
+
+
+def _shown(line: str) -> str:
+    return line if len(line) <= _LONGEST_SHOWN else f"{line[:_LONGEST_SHOWN]} … [{len(line)} characters]"
 
 
 # Each request in flight gets the message when its engine dies.
