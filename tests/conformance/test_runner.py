@@ -289,6 +289,18 @@ def test_a_claim_that_no_case_saw_working_is_a_failure() -> None:
     assert conclusion_from([Verdict.REFUSED, Verdict.PASSED], claimed=True)[0] is Verdict.PASSED
 
 
+def test_an_engine_that_a_body_makes_otherwise_claims_nothing_for_the_run() -> None:
+    async def body(bench: Bench) -> None:
+        assert Capability.WEIGHTS_IN_PROCESS not in bench.create(isolation="process").capabilities
+        assert Capability.LORA in bench.create(enable_lora=True).capabilities
+
+    with Runner(suite_of("transformers")(), profile=QUICK) as made:
+        assert run(made, body).verdict is Verdict.PASSED
+        claimed = {one.capability for one in made.capability_results.conclude(complete=False) if one.claimed}
+    assert Capability.WEIGHTS_IN_PROCESS in claimed
+    assert Capability.LORA not in claimed
+
+
 def test_what_was_not_run_is_never_supported() -> None:
     assert conclusion_from([Verdict.NOT_RUN], claimed=True)[0] is Verdict.NOT_RUN
     assert conclusion_from([], claimed=False)[0] is Verdict.NOT_RUN

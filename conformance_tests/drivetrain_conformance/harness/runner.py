@@ -93,7 +93,6 @@ class Runner:
 
     def _open(self, fields: dict[str, object]) -> InferenceEngine:
         engine = self.suite.open_engine(fields)
-        self.capability_results.claim(engine.capabilities)
         self.versions.update(engine.versions)
         return engine
 
