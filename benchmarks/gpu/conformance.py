@@ -64,7 +64,8 @@ KINDS = [
     Kind("pairs", r"^parallel/|between_gpus", gpus=2),
     Kind("storage", r"storage_tier", settings="storage"),
     Kind("experts", r"^hidden_states/.*expert", settings="experts"),
-    Kind("pooling", r"^(embeddings|score)/(?!a_generating_engine)", settings="pooling"),
+    # closing_never_hangs starts engines of each task.
+    Kind("pooling", r"^(embeddings|score)/(?!a_generating_engine)|/closing_never_hangs$", settings="pooling"),
     Kind("usual", r""),
 ]
 """A case is of the first kind whose pattern it matches."""

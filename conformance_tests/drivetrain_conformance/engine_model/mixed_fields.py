@@ -368,19 +368,21 @@ async def _check_repeats(
     free = [_without_stops(batch.params[index]) for index in fixed]
     again = (await bench.engine.generate([batch.prompts[index] for index in fixed], free, lora=lora)).completions
     before = [completion for index in fixed for completion in completions if completion.prompt_index == index]
+    # A coarse dtype rounds differently in another batch, which may flip a token; also one that a stop cut off.
+    is_coarse = bench.tolerance() > 1e-2
     for first, second in zip(before, again, strict=True):
         repeats.total += 1
-        if second.token_ids[: len(first.token_ids)] == first.token_ids:
-            repeats.alike += 1
-            if first.finish_reason is FinishReason.ABORT:
-                continue
+        if second.token_ids[: len(first.token_ids)] != first.token_ids:
+            if not is_coarse:
+                raise OtherTokens(f"asked again, {first.token_ids} became {second.token_ids}")
+            continue
+        if first.finish_reason is not FinishReason.ABORT:
             params = batch.params[first.prompt_index]
             expected, got = expected_ending(second, params, bench.engine.tokenizer), Ending.of(first)
+            if is_coarse and got != expected and first.finish_reason is FinishReason.STOP:
+                continue
             assert got == expected, f"of {second.text!r} ({second.token_ids}) came {got}, where it must be {expected}"
-        else:
-            # A coarse dtype rounds differently in another batch, which may flip a token.
-            if bench.tolerance() <= 1e-2:
-                raise OtherTokens(f"asked again, {first.token_ids} became {second.token_ids}")
+        repeats.alike += 1
 
 
 def _without_stops(params: SamplingParams) -> SamplingParams:

@@ -92,7 +92,8 @@ class Step:
         if mode is not LogprobsMode.PROCESSED:
             return float(self.logprobs(mode)[token]), float(self.logprobs(mode)[token])
         own = float(self.scaled[token])
-        return own - _log_sum_exp(self.scaled[self.possibly]), own - _log_sum_exp(self.scaled[self.surely])
+        surely = self.scaled[self.surely] if self.surely.any() else self.scaled.max(keepdims=True)
+        return own - _log_sum_exp(self.scaled[self.possibly]), own - _log_sum_exp(surely)
 
 
 def steps(
@@ -139,7 +140,8 @@ def step(
     least = _kept(scaled, params, looser=-slack)
     possibly = scaled >= scaled[most].min() - slack
     surely = least if least.all() else least & (scaled > scaled[~least].max() + slack)
-    surely[scaled.argmax()] = True
+    second, best = np.sort(scaled)[-2:]
+    surely[scaled.argmax()] |= best > second + slack
     return Step(raw, tempered, scaled, kept, surely, possibly & (scaled > -np.inf))
 
 
