@@ -92,10 +92,10 @@ def engine_of(given: argparse.Namespace, folder: Path, index: int) -> InferenceE
     fields: dict[str, Any] = {"backend": given.backend, "model": str(folder)}
     if given.gpus:
         gpu = GPU[given.backend](given.gpus[index % len(given.gpus)])
-        fields |= {"dtype": "bfloat16", "max_num_seqs": given.clients, **ON_GPU[given.backend], **gpu}
+        fields |= {"dtype": "bfloat16", "max_num_seqs": given.clients + SMALL_CLIENTS, **ON_GPU[given.backend], **gpu}
         fields["engine_kwargs"] = ON_GPU[given.backend].get("engine_kwargs", {}) | gpu.get("engine_kwargs", {})
     elif given.backend != "echo":
-        fields |= {"device": "cpu", "dtype": "float32", "max_num_seqs": given.clients}
+        fields |= {"device": "cpu", "dtype": "float32", "max_num_seqs": given.clients + SMALL_CLIENTS}
     if given.isolation:
         fields["isolation"] = given.isolation
     return create_engine(fields)
