@@ -10,8 +10,8 @@ number of processes. The clients are processes of their own (``--client-processe
 closed after each measurement. All share the machine's cores: the figures say something about the server only where
 there are more cores than processes.
 
-For each number of engines first the Python page (``page``), called by as many tasks in the owner's process. Then for
-each number of processes:
+For each number of engines first the Python page (``page``, ``page streams``), called by as many tasks in the owner's
+process. Then for each number of processes:
 
 - tokens/s: whole answers of token ids with logprobs (``/inference/v1/generate``); ``--clients`` at once.
 - of page: the same, divided by that of the page.
@@ -104,8 +104,8 @@ def engine_of(given: argparse.Namespace, folder: Path, index: int) -> InferenceE
 async def own(given: argparse.Namespace) -> None:
     """Start the engines, and do as standard input says until it ends.
 
-    Lines are JSON: ``{"engines": N}`` chooses one engine or the fleet, ``{"page": LOAD}`` calls it,
-    ``{"processes": N}`` serves it, and ``{"processes": 0}`` stops serving.
+    Lines are JSON: ``{"engines": N}`` chooses one engine or the fleet, ``{"page": LOAD}`` and
+    ``{"page_streams": LOAD}`` call it, ``{"processes": N}`` serves it, and ``{"processes": 0}`` stops serving.
     """
     folder = model_folder(given.size) if given.gpus else tiny_model()
     engines = [engine_of(given, folder, index) for index in range(max(given.engines))]
@@ -122,8 +122,8 @@ async def own(given: argparse.Namespace) -> None:
             if name == "engines":
                 chosen = engines[0] if value == 1 else await ends.enter_async_context(InferenceEngineClient(engines))
                 say({})
-            elif name == "page":
-                say(await by_page(chosen, Load(**value)))
+            elif name in ("page", "page_streams"):
+                say(await by_page(chosen, Load(**value), streamed=name == "page_streams"))
             elif value:
                 server = Server(chosen, ServerConfig(port=0, processes=value, served_model_name=("m",)))
                 await server.start()
@@ -135,7 +135,7 @@ async def own(given: argparse.Namespace) -> None:
     gc.unfreeze()  # otherwise their objects are not released at exit, and C++ modules report leaks
 
 
-async def by_page(engine: InferenceEngine, load: Load) -> dict[str, float]:
+async def by_page(engine: InferenceEngine, load: Load, *, streamed: bool) -> dict[str, float]:
     """Return the seconds and the tokens of as many tasks as there are clients."""
     params = SamplingParams(max_new_tokens=load.tokens, ignore_eos=True, logprobs=0)
     begun, made = time.perf_counter(), 0
@@ -144,8 +144,12 @@ async def by_page(engine: InferenceEngine, load: Load) -> dict[str, float]:
         nonlocal made
         prompt = [97 + (7 * index + place) % 26 for place in range(load.prompt)]
         while time.perf_counter() - begun < load.seconds:
-            output = await engine.generate([prompt], params)
-            made += len(output.completions[0].token_ids)
+            if streamed:
+                async for chunk in engine.generate_stream([prompt], params):
+                    made += len(chunk.token_ids)
+            else:
+                output = await engine.generate([prompt], params)
+                made += len(output.completions[0].token_ids)
 
     await asyncio.gather(*(call(index) for index in range(load.clients)))
     return {"took": time.perf_counter() - begun, "tokens": made}
@@ -305,6 +309,12 @@ def measure(owner: Pipe, clients: Clients, processes: int, load: Load, page: flo
     }
 
 
+def tokens_per_s(owner: Pipe, name: str, load: Load) -> float:
+    """Return the tokens per second of the Python page: of whole answers (``page``) or of ``page_streams``."""
+    answer = owner.ask({name: asdict(load)})
+    return answer["tokens"] / answer["took"]
+
+
 def show(row: dict[str, Any]) -> None:
     parts = [f"{name} {value:,.3g}" if value < 100 else f"{name} {value:,.0f}" for name, value in row.items()]
     print("  " + ", ".join(parts), flush=True)
@@ -329,14 +339,14 @@ def run(given: argparse.Namespace, end: float) -> dict[str, Any]:
         for engines in given.engines:
             owner.ask({"engines": engines})
             owner.ask({"page": {**asdict(load), "seconds": WARM_UP_S}})
-            answer = owner.ask({"page": asdict(load)})
-            page = answer["tokens"] / answer["took"]
-            print(f"{given.backend}, engines {engines}: page {page:,.0f} tokens/s", flush=True)
+            page, streams = (tokens_per_s(owner, name, load) for name in ("page", "page_streams"))
+            print(f"{given.backend}, engines {engines}: page {page:,.0f} tokens/s, streams {streams:,.0f}", flush=True)
             for processes in given.processes:
                 if time.monotonic() > end:
                     print(f"  processes {processes}: not measured, because --limit has passed", flush=True)
                     continue
-                row = {"engines": engines, "page": page, **measure(owner, clients, processes, load, page)}
+                row = {"engines": engines, "page": page, "page streams": streams}
+                row |= measure(owner, clients, processes, load, page)
                 found["rows"].append(row)
                 show(row)
                 if given.json:
