@@ -338,6 +338,29 @@ def test_arguments_of_earlier_tool_calls_are_objects_to_the_template() -> None:
             "tools",
             "'g' defines 'X' in another way",
         ),
+        (
+            {
+                **CHAT,
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"$ref": "#"}}}],
+                "tool_choice": {"type": "function", "function": {"name": "f"}},
+            },
+            "tools",
+            "leads back to itself",
+        ),
+        (
+            {
+                **CHAT,
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"$ref": "#/properties/x"}}}],
+                "tool_choice": "required",
+            },
+            "tools",
+            "leads to nothing in the schema",
+        ),
+        (
+            {**CHAT, "response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}},
+            "response_format",
+            "leads back to itself",
+        ),
         ({**CHAT, "tools": [{**TOOL, "type": "web"}]}, "tools.0", "expected"),
         ({**CHAT, "tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools.0", "strict"),
         ({**CHAT, "store": True}, "store", "False"),

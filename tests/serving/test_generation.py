@@ -118,6 +118,15 @@ async def test_what_changes_nothing_is_taken(client: httpx.AsyncClient, tolerate
         ({"return_token_offsets": True}, "return_token_offsets"),
         ({"best_of": 2}, "best_of"),
         ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"regex": 5}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"json": {"$ref": "#"}}}, "structured_outputs.json"),
+        ({"structured_outputs": {"json_object": False}}, "structured_outputs.json_object"),
+        ({"structured_outputs": {"choice": "ab"}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"choice": ["a", 5]}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"grammar": 5}}, "structured_outputs.grammar"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}}, "response_format"),
         ({"prompt": []}, "prompt"),
     ],
 )
@@ -128,7 +137,38 @@ async def test_what_would_change_the_answer_is_refused_by_name(
     error = response.json()["error"]
     assert (response.status_code, error["code"], error["type"]) == (400, 400, "BadRequestError")
     assert error["param"].startswith(param)
+    assert "\n" not in error["message"]
     assert response.json()["drivetrain"] == {"error": "InvalidRequest"}
+
+
+@pytest.mark.parametrize("schema", [{"$ref": "#"}, {"$ref": "#/$defs/absent"}])
+async def test_a_schema_that_cannot_be_followed_is_refused_on_every_route(
+    client: httpx.AsyncClient, schema: dict[str, object]
+) -> None:
+    said = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4}
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    asked: dict[str, dict[str, object]] = {
+        "/v1/chat/completions": {**said, "response_format": form},
+        "/v1/chat/completions/render": {**said, "response_format": form},
+        "/sessions/s/v1/chat/completions": {**said, "response_format": form},
+        "/sessions/s/v1/messages": {**said, "output_format": {"type": "json_schema", "schema": schema}},
+        "/sessions/s/v1/responses": {
+            "input": "a",
+            "text": {"format": {"type": "json_schema", "name": "n", "schema": schema}},
+        },
+        "/generate": {"text": "a", "sampling_params": {"json_schema": json.dumps(schema)}},
+    }
+    for path, body in asked.items():
+        response = await client.post(path, json=body)
+        assert response.status_code == 400, f"{path}: {response.text}"
+        assert "$ref" in response.json()["error"]["message"], path
+
+
+async def test_fields_that_leave_no_token_to_draw_are_the_requests_fault(client: httpx.AsyncClient) -> None:
+    fields = {"structured_outputs": {"regex": "a"}, "min_tokens": 4, "max_tokens": 8}
+    response = await client.post("/v1/completions", json={"prompt": [5], **fields})
+    assert response.status_code == 400
+    assert response.json()["drivetrain"] == {"error": "NoTokenAllowed"}
 
 
 async def test_an_unknown_model_is_404(client: httpx.AsyncClient) -> None:

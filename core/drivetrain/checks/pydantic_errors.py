@@ -31,13 +31,18 @@ def describe_validation_error(error: ValidationError, model: type[BaseModel], pr
         ), f"{shown_name(field)}: there is no such field; {_hint(_model_at(model, loc[:-1]), loc)}"
     if first["type"] == "missing":
         return field, f"{field} is missing; it is required"
-    message = _shortened(first["msg"].removeprefix("Value error, "), 1000)
+    message = reason_of(error)
     if not where:
         return field, f"{field}: {message}"
     meant = _meant(_model_at(model, loc[:-1]), str(loc[-1]), value)
     if any(is_secret(str(part)) for part in loc) or _is_hidden(model, str(loc[0])):
         return field, f"{field}: {message}"
     return field, f"{field}={shown(value)}: {message}{meant}"
+
+
+def reason_of(error: ValidationError) -> str:
+    """Return the sentence of pydantic's first error, without the field and the value."""
+    return _shortened(error.errors(include_url=False)[0]["msg"].removeprefix("Value error, "), 1000)
 
 
 def shown_name(name: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import uuid
 from collections.abc import Generator, Mapping
@@ -16,6 +15,7 @@ from drivetrain.errors import InvalidRequest, UnsupportedCapability
 from drivetrain.openai.forced_calls import schema_of_calls
 from drivetrain.openai.messages import to_template
 from drivetrain.openai.payloads import ChatPayload, CompletionPayload, Payload, ResponseFormat
+from drivetrain.openai.schemas import grammar_of_schema
 from drivetrain.types.prompts import ChatPrompt, Prompt, TextPrompt
 from drivetrain.types.sampling import JsonSchema, LogprobsMode
 
@@ -180,7 +180,7 @@ def _schema(form: ResponseFormat | None) -> JsonSchema | None:
     if form is None or form.type == "text":
         return None
     schema = form.json_schema.json_schema if form.json_schema else {"type": "object"}
-    return JsonSchema(json_schema=json.dumps(schema, ensure_ascii=False))
+    return grammar_of_schema(schema, "response_format")
 
 
 def _renamed(words: str, names: Mapping[str, str], *, many: bool) -> str:

@@ -6,7 +6,6 @@ named function it is the arguments alone.
 
 from __future__ import annotations
 
-import json
 import re
 import uuid
 from collections.abc import Iterable, Mapping
@@ -18,6 +17,7 @@ from drivetrain.checks.safe_repr import shown
 from drivetrain.errors import InvalidRequest
 from drivetrain.openai.payloads import ChatPayload, NamedToolChoice
 from drivetrain.openai.responses import ToolCall, ToolCallDelta
+from drivetrain.openai.schemas import grammar_of_schema
 from drivetrain.tool_calls import strict_json
 from drivetrain.types.sampling import JsonSchema
 
@@ -33,7 +33,7 @@ def schema_of_calls(asked: ChatPayload) -> JsonSchema | None:
     """Return the schema of an output that holds the demanded calls; None if the request demands none.
 
     Raises:
-        InvalidRequest: Two tools define different schemas by one name.
+        InvalidRequest: Two tools define different schemas by one name, or a reference of a schema cannot be followed.
     """
     functions: dict[str, Mapping[str, JsonValue]] = {}
     for tool in asked.tools:
@@ -48,7 +48,7 @@ def schema_of_calls(asked: ChatPayload) -> JsonSchema | None:
             schema = _schema_of_array(functions, most=1 if asked.parallel_tool_calls is False else None)
         case _:
             return None
-    return JsonSchema(json_schema=json.dumps(schema, ensure_ascii=False))
+    return grammar_of_schema(schema, "tools")
 
 
 def _schema_of_array(functions: Mapping[str, Mapping[str, JsonValue]], most: int | None) -> dict[str, JsonValue]:

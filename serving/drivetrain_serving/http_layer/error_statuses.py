@@ -14,13 +14,21 @@ from drivetrain.errors import (
     EngineStateError,
     InvalidConfig,
     InvalidRequest,
+    InvalidWeights,
+    NoTokenAllowed,
     UnsupportedCapability,
+    WeightBaseMismatch,
+    WeightPlanMismatch,
     WeightVersionGone,
 )
 
 _STATUSES: Final[tuple[tuple[type[DrivetrainError], int], ...]] = (
     (InvalidRequest, 400),
     (InvalidConfig, 400),
+    (NoTokenAllowed, 400),
+    (WeightPlanMismatch, 400),
+    (InvalidWeights, 400),
+    (WeightBaseMismatch, 400),
     (UnsupportedCapability, 501),
     (EngineBusy, 503),
     (EngineStateError, 503),
@@ -40,7 +48,7 @@ class AboutError(TypedDict):
     error: str
     """Class of the error."""
     capability: NotRequired[str]
-    """The capability that the engine does not have."""
+    """The capability that the engine does not have, if one is meant."""
     state: NotRequired[str]
     """The engine's state that does not allow it."""
 
@@ -62,13 +70,13 @@ def status_of(error: DrivetrainError) -> int:
 
 def field_of(error: DrivetrainError) -> str | None:
     """Return the field of the request that is wrong; None if no single field is."""
-    return error.field or None if isinstance(error, InvalidRequest | InvalidConfig) else None
+    return error.field or None if isinstance(error, InvalidRequest | InvalidConfig | NoTokenAllowed) else None
 
 
 def described(error: DrivetrainError) -> AboutError:
     """Return the class of an error, and the capability or state that it is about."""
     about: AboutError = {"error": type(error).__name__}
-    if isinstance(error, UnsupportedCapability):
+    if isinstance(error, UnsupportedCapability) and error.capability:
         about["capability"] = error.capability
     if isinstance(error, EngineStateError):
         about["state"] = error.state

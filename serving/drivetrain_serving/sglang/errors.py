@@ -13,9 +13,7 @@ from drivetrain.errors import (
     DrivetrainError,
     EngineBusy,
     InvalidRequest,
-    InvalidWeights,
     UnsupportedCapability,
-    WeightPlanMismatch,
 )
 from drivetrain_serving.http_layer.answers import json_answer
 from drivetrain_serving.http_layer.error_statuses import (
@@ -82,10 +80,7 @@ class BrokenContract(Exception):
 
 def status_here(error: DrivetrainError) -> int:
     """Return the status of an error on SGLang's own routes: a refusal is 400, also of something that is unsupported."""
-    refused = isinstance(
-        error, InvalidRequest | UnsupportedCapability | EngineBusy | WeightPlanMismatch | InvalidWeights
-    )
-    return 400 if refused else status_of(error)
+    return 400 if isinstance(error, InvalidRequest | UnsupportedCapability | EngineBusy) else status_of(error)
 
 
 def body_of(error: DrivetrainError) -> NestedErrorBody:

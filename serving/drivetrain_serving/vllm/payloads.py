@@ -16,7 +16,7 @@ from typing import ClassVar, Final, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, StrictBool, StrictInt, StrictStr, ValidationError
 from pydantic.config import JsonDict
 
-from drivetrain.checks.pydantic_errors import describe_validation_error
+from drivetrain.checks.pydantic_errors import describe_validation_error, reason_of
 from drivetrain.checks.safe_repr import shown
 from drivetrain.errors import InvalidRequest
 from drivetrain.openai.engine_calls import Call
@@ -250,6 +250,15 @@ def _join_grammars(fields: dict[str, object]) -> None:
         fields["structured_output"] = grammar_of(given).model_dump()
 
 
+_GRAMMAR_VALUES: Final = {
+    "json_object": "true",
+    "regex": "a text",
+    "choice": "a list of texts that is not empty",
+    "grammar": "a text",
+}
+"""Kind of a grammar → the values that it takes."""
+
+
 def grammar_of(given: object) -> StructuredOutput:
     """Return the grammar of vLLM's ``structured_outputs``.
 
@@ -264,20 +273,23 @@ def grammar_of(given: object) -> StructuredOutput:
             field="structured_outputs",
         )
     kind, value = kinds[0], named[kinds[0]]
+    field = f"structured_outputs.{kind}"
     try:
-        match kind:
-            case "json":
+        match kind, value:
+            case "json", _:
                 return JsonSchema(json_schema=value if isinstance(value, str) else json.dumps(value))
-            case "json_object":
+            case "json_object", True:
                 return JsonSchema(json_schema='{"type": "object"}')
-            case "regex":
+            case "regex", str():
                 return RegexGrammar(regex=value)
-            case "choice":
-                return RegexGrammar(regex=regex_of_choices(value))
-            case _:
+            case "choice", list() if texts := [one for one in value if isinstance(one, str)]:
+                if len(texts) == len(value):
+                    return RegexGrammar(regex=regex_of_choices(texts))
+            case "grammar", str():
                 return EbnfGrammar(ebnf=value)
-    except (TypeError, ValueError) as error:
-        raise InvalidRequest(f"structured_outputs.{kind}: {error}", field=f"structured_outputs.{kind}") from None
+    except ValidationError as error:
+        raise InvalidRequest(f"{field}: {reason_of(error)}", field=field) from None
+    raise InvalidRequest(f"{field}={shown(value)}: expected {_GRAMMAR_VALUES[kind]}", field=field)
 
 
 def _with_sampling_params(schema: JsonDict) -> None:
