@@ -174,12 +174,13 @@ def application(served: ServedEngine) -> Starlette:
         middleware=[
             Middleware(CountsRequests, counts),
             *([Middleware(RequestRecords, observers)] if observers else []),
-            Middleware(Keys, config, opened, of_data, vllm_errors.unauthorized, AGENT_PATHS),
+            Middleware(Keys, config, opened, of_data, vllm_errors.unauthorized, vllm_errors.forbidden, AGENT_PATHS),
         ],
         exception_handlers={
             HTTPException: errors.of_http,
             DrivetrainError: errors.of_engine,
             ClientDisconnect: _gone,
+            Exception: errors.of_fault,
         },
     )
     app.state.served = served
@@ -227,6 +228,10 @@ class _Errors:
         if self._flat or request.url.path in self._sglang_paths:
             return sglang_errors.http_error_answer(error)
         return vllm_errors.http_error_answer(error)
+
+    def of_fault(self, request: Request, error: Exception) -> Response:
+        """Answer a request that a fault of the server broke; the error is logged, and not told."""
+        return self.of_http(request, HTTPException(500, f"a fault of the server: {type(error).__name__}; see its log"))
 
     def of_engine(self, request: Request, error: Exception) -> Response:
         """Answer a request that the engine or its route refuses, or that failed."""

@@ -14,7 +14,7 @@ from starlette.types import Message
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from drivetrain import EngineDied, InferenceEngine, InvalidConfig
-from drivetrain_serving import Server, ServerConfig
+from drivetrain_serving import Server, ServerConfig, create_app
 from drivetrain_serving.http_layer.answers import EventStream, NamedEventStream, event_stream
 from drivetrain_serving.server import Listening
 from drivetrain_serving.vllm.errors import body_of
@@ -190,6 +190,67 @@ def test_an_event_is_one_line_of_data_for_clients_that_read_lines_as_text(kind: 
 async def test_a_wrong_path_or_method(client: httpx.AsyncClient, method: str, path: str, status: int) -> None:
     response = await client.request(method, path)
     assert (response.status_code, response.json()["error"]["code"]) == (status, status)
+
+
+@pytest.mark.parametrize("place", ["http://x", "HTTP://another:1", "https://x%20y"])
+async def test_a_target_with_a_host_is_one_without(server: Server, place: str) -> None:
+    async def asked(target: str) -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rpartition(":")[2]))
+        writer.write(f"GET {target} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
+        async with asyncio.timeout(HANGING):
+            answer = await reader.read()
+        writer.close()
+        return answer
+
+    assert b'"data"' in await asked(f"{place}/v1/models?a=b")
+    assert (await asked(place)).startswith(b"HTTP/1.1 200 OK")
+    assert (await asked(f"{place}/nowhere")).startswith(b"HTTP/1.1 404 ")
+
+
+@pytest.mark.parametrize(
+    ("headers", "is_of_another_site"),
+    [
+        ({"Origin": "https://evil.example"}, True),
+        ({"Origin": "null"}, True),
+        ({"Sec-Fetch-Site": "cross-site"}, True),
+        ({"Sec-Fetch-Site": "same-site", "Origin": "http://server"}, True),
+        ({"Origin": "http://server"}, False),
+        ({"Sec-Fetch-Site": "same-origin", "Origin": "http://server"}, False),
+        ({"Sec-Fetch-Site": "none"}, False),
+    ],
+)
+async def test_pages_of_other_sites_get_nothing_without_a_key(
+    engine: InferenceEngine, headers: dict[str, str], is_of_another_site: bool
+) -> None:
+    async def statuses(config: dict[str, object]) -> set[int]:
+        app = create_app(engine, ServerConfig.model_validate(config))
+        key = {"Authorization": f"Bearer {CONTROL}"}
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://server", headers=headers | key) as client:
+            assert (await client.get("/health")).status_code == 200
+            asked = [await client.post("/resume"), await client.get("/flush_cache"), await client.get("/v1/models")]
+        await app.state.sessions.close()
+        return {one.status_code for one in asked}
+
+    assert await statuses({}) == {403 if is_of_another_site else 200}
+    assert await statuses({"api_key": API, "control_key": CONTROL}) == {200}
+
+
+async def test_a_fault_of_the_server_has_the_form_of_an_error(
+    engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken() -> str:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(engine, "get_weight_version", broken)
+    app = create_app(engine)
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+        answer = await client.get("/weight_info")
+    await app.state.sessions.close()
+    assert answer.status_code == 500
+    assert answer.json()["error"]["code"] == 500
+    assert "ZeroDivisionError" in answer.json()["error"]["message"]
 
 
 async def test_a_port_that_is_taken_is_named(engine: InferenceEngine) -> None:

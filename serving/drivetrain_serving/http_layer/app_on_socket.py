@@ -17,6 +17,7 @@ from drivetrain.process.sockets_in_forks import keep_from_forks
 from drivetrain_serving.config import ServerConfig
 from drivetrain_serving.http_layer.connections import protocol_of
 from drivetrain_serving.http_layer.request_counts import RequestCounts
+from drivetrain_serving.http_layer.request_targets import TakesAbsoluteTargets
 from drivetrain_serving.http_layer.unread_bodies import ClosesUnlessContinued
 
 _BACKLOG: Final = 2048
@@ -62,7 +63,7 @@ class AppOnSocket:
         self._socket = listening
         self._server = _Announcing(
             uvicorn.Config(
-                ClosesUnlessContinued(app),
+                ClosesUnlessContinued(TakesAbsoluteTargets(app)),
                 lifespan="off",
                 http=protocol_of(config, counts, to_front_ends=listening.family is socket.AF_UNIX),
                 ws="none",  # no route is a websocket

@@ -16,14 +16,17 @@ from drivetrain_serving.config import ServerConfig
 class Keys:
     """Middleware that lets a request pass if it brings the route's key.
 
-    A key comes as ``Authorization: Bearer KEY`` or, from Anthropic's clients, as ``x-api-key: KEY``.
+    A key comes as ``Authorization: Bearer KEY`` or, from Anthropic's clients, as ``x-api-key: KEY``. A route without a
+    key refuses what a page of another site asks for in a browser: any page that the user opens could change the weights
+    of a server on the same machine. A page cannot send a key without the server's consent, which is never given.
 
     Args:
         app: The application.
         config: The keys.
         open_paths: Paths that need no key.
         data_paths: Paths that the API key opens. All others are control routes.
-        refusal: Makes the answer to a request without the key.
+        unauthorized: Makes the answer to a request without the key.
+        forbidden: Makes the answer to a request of another site's page.
         data_pattern: A pattern of further paths that the API key opens.
     """
 
@@ -33,13 +36,15 @@ class Keys:
         config: ServerConfig,
         open_paths: Collection[str],
         data_paths: Collection[str],
-        refusal: Callable[[], Response],
+        unauthorized: Callable[[], Response],
+        forbidden: Callable[[], Response],
         data_pattern: re.Pattern[str],
     ) -> None:
         self._app = app
         self._open = frozenset(open_paths)
         self._data = frozenset(data_paths)
-        self._refusal = refusal
+        self._unauthorized = unauthorized
+        self._forbidden = forbidden
         self._pattern = data_pattern
         control = [key for key in (config.control_key,) if key is not None]
         self._control_keys = control or [key for key in (config.api_key,) if key and not config.open_control]
@@ -47,19 +52,26 @@ class Keys:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or refuse it."""
-        if scope["type"] != "http" or self._may_pass(scope["path"], Headers(scope=scope)):
-            await self._app(scope, receive, send)
-        else:
-            await self._refusal()(scope, receive, send)
+        refusal = None if scope["type"] != "http" else self._refusal(scope["path"], Headers(scope=scope))
+        await (self._app if refusal is None else refusal)(scope, receive, send)
 
-    def _may_pass(self, path: str, headers: Headers) -> bool:
+    def _refusal(self, path: str, headers: Headers) -> Response | None:
         if path in self._open:
-            return True
+            return None
         keys = self._data_keys if path in self._data or self._pattern.fullmatch(path) else self._control_keys
         if not keys:
-            return True
+            return self._forbidden() if _is_of_another_site(headers) else None
         scheme, _, given = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":
             given = headers.get("x-api-key", "")
         found = [hmac.compare_digest(given.strip().encode(), key.encode()) for key in keys]
-        return any(found)
+        return None if any(found) else self._unauthorized()
+
+
+def _is_of_another_site(headers: Headers) -> bool:
+    """Return whether a browser made the request for a page that this server did not send."""
+    site = headers.get("sec-fetch-site")
+    if site is not None:
+        return site not in ("same-origin", "none")
+    origin = headers.get("origin")
+    return origin is not None and origin.partition("://")[2] != headers.get("host", "")

@@ -102,7 +102,8 @@ def _responses(
     for status in others:
         yield str(status), _response(status, {} if errors is None else _of_errors(errors, schemas))
     if not is_open:
-        yield "401", _response(401, _of_errors([PlainErrorBody], schemas))
+        for status in (401, 403):
+            yield str(status), _response(status, _of_errors([PlainErrorBody], schemas))
 
 
 def _response(status: int, content: Json) -> Json:

@@ -77,6 +77,11 @@ def http_error_answer(error: HTTPException) -> Response:
     return answer
 
 
+def forbidden() -> Response:
+    """Return the answer to a request that a page of another site made."""
+    return json_answer(PlainErrorBody(error="Forbidden: a page of another site asked; give the server an api_key"), 403)
+
+
 def unauthorized() -> Response:
     """Return the answer to a request without the key."""
     return json_answer(PlainErrorBody(error="Unauthorized"), 401)
