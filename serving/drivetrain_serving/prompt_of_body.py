@@ -11,6 +11,7 @@ from drivetrain.checks.safe_repr import shown
 from drivetrain.errors import InvalidRequest
 from drivetrain.openai.messages import to_template
 from drivetrain.types.prompts import ChatPrompt, Message, Prompt, TextPrompt
+from drivetrain_serving.http_layer.bodies import flag_of
 from drivetrain_serving.http_layer.route_docs import Fields
 
 
@@ -50,16 +51,22 @@ def prompt_of_body(body: Mapping[str, object]) -> Prompt:
     Raises:
         InvalidRequest: the body holds neither, or the messages are wrong.
     """
-    if isinstance(text := body.get("prompt"), str):
-        return TextPrompt(text=text, add_special_tokens=body.get("add_special_tokens") is not False)
+    text = body.get("prompt")
+    if isinstance(text, str):
+        special = flag_of(body.get("add_special_tokens"), "add_special_tokens", default=True)
+        return TextPrompt(text=text, add_special_tokens=special)
+    if text is not None:
+        raise InvalidRequest(f"prompt={shown(text)}: expected a text; or give messages", field="prompt")
     try:
         messages, _ = to_template(tuple(Message.model_validate(one) for one in _list(body, "messages")))
         return ChatPrompt.model_validate(
             {
                 "messages": messages,
                 "tools": _list(body, "tools") if body.get("tools") else (),
-                "add_generation_prompt": body.get("add_generation_prompt") is not False,
-                "continue_final_message": body.get("continue_final_message") is True,
+                "add_generation_prompt": flag_of(
+                    body.get("add_generation_prompt"), "add_generation_prompt", default=True
+                ),
+                "continue_final_message": flag_of(body.get("continue_final_message"), "continue_final_message"),
                 "template_kwargs": body.get("chat_template_kwargs") or {},
             }
         )

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from drivetrain.checks.safe_repr import shown
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.engine.request_builder import ParamsLike
+from drivetrain.engine.tasks import gather_or_cancel
 from drivetrain.errors import DrivetrainError, EngineBusy, InvalidRequest, TooManyAdapters
 from drivetrain.openai.engine_calls import Call
 from drivetrain.text.prompt_threads import in_prompt_thread
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 _COUNTS: Final = ("logprobs", "prompt_logprobs")
 """Sampling parameters that count most likely tokens."""
 _POLL_S: Final = 0.05
+_ABORTS_AT_ONCE: Final = 64
 _MOST_NAMED: Final = 10
 """Most names of models and adapters in an error."""
 _MOST_GIVEN: Final = 128
@@ -344,6 +346,12 @@ class ServedEngine:
         for one in self.engine_ids(request_id):
             await self.engine.abort(one)
         await self.others.abort(request_id)
+
+    async def abort_each(self, request_ids: Iterable[str]) -> None:
+        """End several requests, many at once; see :meth:`abort`."""
+        ids = list(dict.fromkeys(request_ids))
+        for first in range(0, len(ids), _ABORTS_AT_ONCE):
+            await gather_or_cancel(self.abort(one) for one in ids[first : first + _ABORTS_AT_ONCE])
 
     async def abort_all(self) -> None:
         """End every request of all processes."""

@@ -286,7 +286,7 @@ async def change_weights(site: Site, trainer: Trainer, model: Path, other_model:
     await site.post("/update_weight_version", new_version="a")
     await site.post("/update_weight_version", 400)
     await site.post("/update_weights", weight_dir=str(other_model))
-    await site.post("/update_weights", 501)
+    await site.post("/update_weights", 400)
     await site.post("/update_weights_from_disk", model_path=str(model))
     await site.post("/update_weights_from_disk", 400)
     async with a_group(trainer, site.client, name=GROUP) as group:

@@ -143,6 +143,22 @@ async def test_ids_of_a_wrong_type_abort_nothing(
     assert (await running).json()["choices"][0]["finish_reason"] == "abort"
 
 
+async def test_an_id_that_is_given_often_is_aborted_once(
+    client: httpx.AsyncClient, served: InferenceEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    aborted: list[str] = []
+    abort = served.abort
+
+    async def counting(request_id: str) -> None:
+        aborted.append(request_id)
+        await abort(request_id)
+
+    monkeypatch.setattr(served, "abort", counting)
+    for path in ("/abort_requests", "/inference/v1/abort_requests"):
+        await ok(client, path, request_ids=["x", "y", "x"] * 1000)
+    assert aborted == ["x", "y"] * 2
+
+
 @pytest.mark.parametrize(
     ("route", "prompt"),
     [
@@ -253,11 +269,48 @@ async def test_a_folder_of_weights_is_served_under_its_version(
     spans = (await running).json()["choices"][0]["weight_versions"]
     assert [span["version"] for span in spans] == ["initial", other_model.name]
     assert await text(client) != before
-    refused = await client.post("/update_weights", json={"weight_dir": str(model / "absent")})
-    assert refused.status_code == 400
+    for wrong in ({"weight_dir": str(model / "absent")}, {"weight_dir": ""}, {"weight_dir": 5}, {}):
+        refused = await client.post("/update_weights", json=wrong)
+        assert refused.status_code == 400, wrong
     assert (await client.get("/weight_info")).json() == {"weight_version": other_model.name}
     await ok(client, "/update_weights", weight_dir=str(model), weight_version="initial")
     assert await text(client) == before
+
+
+async def test_a_folder_of_another_model_is_the_requests_fault(client: httpx.AsyncClient, adapters: Path) -> None:
+    refused = await client.post("/update_weights", json={"weight_dir": str(adapters / "one")})
+    assert refused.status_code == 400
+    assert refused.json()["drivetrain"] == {"error": "WeightPlanMismatch"}
+
+
+@pytest.mark.parametrize("path", ["/update_weights", "/update_weights_from_disk"])
+async def test_a_version_is_a_number_or_refused(client: httpx.AsyncClient, model: Path, path: str) -> None:
+    folder = {"weight_dir": str(model), "model_path": str(model)}
+    await ok(client, path, **folder, weight_version=7)
+    assert (await client.get("/weight_info")).json() == {"weight_version": "7"}
+    for wrong in (True, 1.5, ["8"]):
+        assert (await client.post(path, json={**folder, "weight_version": wrong})).status_code == 400
+    assert (await client.get("/weight_info")).json() == {"weight_version": "7"}
+    await ok(client, path, **folder, weight_version="initial")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/update_weight_version", {"new_version": "wrong", "abort_all_requests": "yes"}),
+        ("/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "/", "load_inplace": "true"}),
+        ("/tokenize", {"prompt": "a", "add_special_tokens": "no"}),
+        ("/tokenize", {"prompt": 5}),
+        ("/tokenize", {"messages": [{"role": "user", "content": "a"}], "add_generation_prompt": 0}),
+        ("/tokenize", {"messages": [{"role": "user", "content": "a"}], "continue_final_message": 1}),
+    ],
+)
+async def test_a_switch_that_is_no_boolean_is_refused(
+    client: httpx.AsyncClient, path: str, body: dict[str, object]
+) -> None:
+    refused = await client.post(path, json=body)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == list(body)[-1]
 
 
 async def test_routes_of_a_transfer_that_does_not_exist_are_refused(client: httpx.AsyncClient) -> None:

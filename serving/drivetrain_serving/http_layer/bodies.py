@@ -122,6 +122,32 @@ def list_of(value: object, field: str) -> list[object]:
     return value
 
 
+def flag_of(value: object, field: str, *, default: bool = False) -> bool:
+    """Return a field's value if it is a boolean; null is the default.
+
+    Raises:
+        InvalidRequest: it is none.
+    """
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise InvalidRequest(f"{field}={shown(value)}: expected true or false", field=field)
+    return value
+
+
+def version_of(value: object) -> str | None:
+    """Return the ``weight_version`` of a request, which may be a number; None if it is null or empty.
+
+    Raises:
+        InvalidRequest: it is neither a text nor an integer.
+    """
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise InvalidRequest(f"weight_version={shown(value)}: expected a text", field="weight_version")
+    return str(value) or None
+
+
 def query_flag(query: Mapping[str, str], name: str, default: bool) -> bool:
     """Return a boolean of the query, written as vLLM reads it.
 

@@ -16,7 +16,14 @@ from drivetrain.errors import DrivetrainError, InvalidRequest
 from drivetrain.types.weights import CommunicatorSpec, TensorSpec
 from drivetrain_serving.config import ServerConfig
 from drivetrain_serving.http_layer.answers import json_answer
-from drivetrain_serving.http_layer.bodies import list_of, read_fields, text_of, unless_disconnected
+from drivetrain_serving.http_layer.bodies import (
+    flag_of,
+    list_of,
+    read_fields,
+    text_of,
+    unless_disconnected,
+    version_of,
+)
 from drivetrain_serving.http_layer.route_docs import OF_ENGINES, Fields, documented
 from drivetrain_serving.sglang.answer_types import WeightsChanged
 from drivetrain_serving.sglang.errors import FailureBody, failure_answer
@@ -151,8 +158,8 @@ class WeightGroupRoutes:
                 group_name=name,
                 specs=_specs(asked),
                 chunk_bytes=_chunk_bytes(asked.load_format),
-                version=_version(asked.weight_version),
-                abort_requests=asked.abort_all_requests is True,
+                version=version_of(asked.weight_version),
+                abort_requests=flag_of(asked.abort_all_requests, "abort_all_requests"),
                 refusal=_refusal(asked),
             )
         except InvalidRequest:
@@ -235,10 +242,6 @@ def _chunk_bytes(given: object) -> int | None:
             field="load_format",
         )
     return None if given is None else WHOLE
-
-
-def _version(given: object) -> str | None:
-    return str(given) if isinstance(given, str | int) and not isinstance(given, bool) and given != "" else None
 
 
 def _refusal(asked: SelectorFields) -> str:

@@ -19,7 +19,7 @@ from drivetrain.types.capability import Capability
 from drivetrain.types.modes import PauseMode
 from drivetrain.types.weights import TensorData
 from drivetrain_serving.http_layer.answers import json_answer
-from drivetrain_serving.http_layer.bodies import list_of, read_fields, text_of
+from drivetrain_serving.http_layer.bodies import list_of, read_fields, text_of, version_of
 from drivetrain_serving.http_layer.error_statuses import described
 from drivetrain_serving.http_layer.route_docs import Fields, documented
 from drivetrain_serving.served_engine import ServedEngine
@@ -57,7 +57,9 @@ class FromDiskFields(Fields):
     )
     abort_all_requests: object = Field(default=None, description="Ends all requests first.", json_schema_extra=_FLAG)
     weight_version: object = Field(
-        default=None, description="Version of the new weights.", json_schema_extra={"type": ["string", "null"]}
+        default=None,
+        description="Version of the new weights.",
+        json_schema_extra={"type": ["string", "integer", "null"]},
     )
     is_async: object = Field(default=None, description="Refused.", json_schema_extra=_ONLY_OFF)
     keep_pause: object = Field(default=None, description="Refused.", json_schema_extra=_ONLY_OFF)
@@ -137,13 +139,12 @@ class WeightRoutes:
         try:
             folder = text_of(asked.model_path, "model_path")
             _check_update(asked)
+            label = version_of(asked.weight_version) or self._served.version_of(folder)
             if flag(asked.abort_all_requests, "abort_all_requests"):
                 await self._served.abort_all()
             if self._engine.is_paused:
                 stats = await self._engine.stats()
                 paused = stats.running + stats.waiting
-            version = asked.weight_version
-            label = version if isinstance(version, str) and version else self._served.version_of(folder)
             await self._engine.load_weights_from_disk(folder, label, mode=self._mode())
             self._weight_groups.drop_open_update()
         except DrivetrainError as error:

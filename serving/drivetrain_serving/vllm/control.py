@@ -21,7 +21,7 @@ from drivetrain.errors import DrivetrainError, InvalidRequest, UnsupportedCapabi
 from drivetrain.types.capability import Capability
 from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain_serving.http_layer.answers import json_answer
-from drivetrain_serving.http_layer.bodies import query_flag, read_fields
+from drivetrain_serving.http_layer.bodies import flag_of, query_flag, read_fields, text_of, version_of
 from drivetrain_serving.http_layer.error_statuses import PlainErrorBody
 from drivetrain_serving.http_layer.route_docs import OF_ENGINES, TEXT, Fields, documented
 from drivetrain_serving.served_engine import ServedEngine
@@ -35,6 +35,7 @@ _Route = Callable[[_R, Request], Awaitable[Response]]
 _NAME: Final[dict[str, JsonValue]] = {"type": "string", "minLength": 1}
 _FLAG: Final[dict[str, JsonValue]] = {"type": ["boolean", "null"]}
 _TEXT: Final[dict[str, JsonValue]] = {"type": ["string", "null"]}
+_VERSION: Final[dict[str, JsonValue]] = {"type": ["string", "integer", "null"]}
 _MODE: Final[dict[str, JsonValue]] = {"enum": ["abort", "wait", "keep"]}
 
 
@@ -99,7 +100,7 @@ class UpdateFields(UpdateInfo):
         default=None, description="A checkpoint folder that the engine can read.", json_schema_extra=_TEXT
     )
     weight_version: object = Field(
-        default=None, description="Version of the weights in the folder.", json_schema_extra=_TEXT
+        default=None, description="Version of the weights in the folder.", json_schema_extra=_VERSION
     )
 
 
@@ -302,8 +303,7 @@ class ControlRoutes:
             stats = await self._engine.stats()
             await self._served.abort_all()
             return json_answer(types.Aborted(status="aborted", aborted=stats.running + stats.waiting))
-        for one in ids:
-            await self._served.abort(one)
+        await self._served.abort_each(ids)
         return json_answer(types.Aborted(status="aborted", aborted=len(ids)))
 
     @documented(body=AbortGenerationsFields, media=())
@@ -312,8 +312,7 @@ class ControlRoutes:
         fields = await read_fields(request, self._served.config, AbortGenerationsFields)
         if fields.request_ids is None:
             raise InvalidRequest("Missing 'request_ids' in request body", field="request_ids")
-        for one in _ids(fields):
-            await self._served.abort(one)
+        await self._served.abort_each(_ids(fields))
         return Response()
 
     @documented(query=SleepQuery, answer=types.Sleeping)
@@ -395,13 +394,14 @@ class ControlRoutes:
             return json_answer(types.Said(message=await self._transfer.receive(request, asked)))
         folder = asked.weight_dir
         if not isinstance(folder, str) or not folder:
-            raise UnsupportedCapability("give weight_dir, a checkpoint folder that the engine can read, or update_info")
-        await self._engine.load_weights_from_disk(folder, self._label(asked.weight_version, folder))
+            raise InvalidRequest(
+                f"weight_dir={shown(folder)}: give a checkpoint folder that the engine can read, or update_info",
+                field="weight_dir",
+            )
+        version = version_of(asked.weight_version) or self._served.version_of(folder)
+        await self._engine.load_weights_from_disk(folder, version)
         self._transfer.drop_open_update()
         return json_answer(types.UpdatedFromFolder(status="ok", weight_version=self._engine.get_weight_version()))
-
-    def _label(self, given: object, folder: str) -> str:
-        return given if isinstance(given, str) and given else self._served.version_of(folder)
 
     @documented(statuses=(501,), media=())
     @_refusals(error_answer)
@@ -421,7 +421,7 @@ class ControlRoutes:
         version = asked.new_version
         if not isinstance(version, str):
             raise InvalidRequest(f"new_version={shown(version)}: expected a string", field="new_version")
-        if asked.abort_all_requests is True:
+        if flag_of(asked.abort_all_requests, "abort_all_requests"):
             await self._served.abort_all()
         await self._engine.update_weight_version(version)
         return json_answer(types.VersionUpdated(success=True, new_version=version))
@@ -439,8 +439,8 @@ class ControlRoutes:
     async def load_lora_adapter(self, request: Request) -> Response:
         """Answer POST ``/v1/load_lora_adapter``; a name that is taken needs ``load_inplace``."""
         asked = await read_fields(request, self._served.config, LoadAdapterFields, wants_type=True)
-        name = _text(asked.lora_name, "lora_name")
-        await self._load_adapter(name, asked, replace=asked.load_inplace is True)
+        name = text_of(asked.lora_name, "lora_name")
+        await self._load_adapter(name, asked, replace=flag_of(asked.load_inplace, "load_inplace"))
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
     @documented(body=ReloadAdapterFields, statuses=(404, *OF_ENGINES), answer=types.AdapterReloaded)
@@ -459,12 +459,12 @@ class ControlRoutes:
 
     async def _reload(self, request: Request) -> str:
         asked = await read_fields(request, self._served.config, ReloadAdapterFields)
-        name = _text(asked.lora_name, "lora_name")
+        name = text_of(asked.lora_name, "lora_name")
         await self._load_adapter(name, asked, replace=True)
         return name
 
     async def _load_adapter(self, name: str, asked: ReloadAdapterFields, *, replace: bool) -> None:
-        path = _text(asked.lora_path, "lora_path")
+        path = text_of(asked.lora_path, "lora_path")
         if not self._engine.supports(Capability.LORA):
             raise HTTPException(404, "adapters are not enabled; start the engine with enable_lora: true")
         if not await asyncio.to_thread(os.path.isdir, path):
@@ -476,17 +476,11 @@ class ControlRoutes:
     async def unload_lora_adapter(self, request: Request) -> Response:
         """Answer POST ``/v1/unload_lora_adapter``; requests that use the adapter end first."""
         asked = await read_fields(request, self._served.config, AdapterFields, wants_type=True)
-        name = _text(asked.lora_name, "lora_name")
+        name = text_of(asked.lora_name, "lora_name")
         if name not in self._served.adapters:
             raise HTTPException(404, f"The lora adapter '{name}' cannot be found.")
         await self._served.unload_idle_adapter(name)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
-
-
-def _text(value: object, name: str) -> str:
-    if not isinstance(value, str) or not value:
-        raise InvalidRequest(f"{name}={shown(value)}: expected a text that is not empty", field=name)
-    return value
 
 
 def _ids(fields: AbortFields | AbortGenerationsFields) -> list[str]:

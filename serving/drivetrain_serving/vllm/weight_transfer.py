@@ -18,7 +18,7 @@ from drivetrain.errors import DrivetrainError, InvalidRequest, InvalidWeights, U
 from drivetrain.types.weights import TensorSpec
 from drivetrain_serving.config import ServerConfig
 from drivetrain_serving.http_layer.answers import json_answer
-from drivetrain_serving.http_layer.bodies import read_fields, unless_disconnected
+from drivetrain_serving.http_layer.bodies import flag_of, read_fields, unless_disconnected, version_of
 from drivetrain_serving.http_layer.route_docs import Fields, documented
 from drivetrain_serving.vllm.answer_types import Said
 from drivetrain_serving.vllm.errors import error_answer
@@ -92,7 +92,9 @@ class FinishFields(Fields):
     """A request to ``/finish_weight_update``."""
 
     weight_version: object = Field(
-        default=None, description="Version of the new weights.", json_schema_extra={"type": ["string", "null"]}
+        default=None,
+        description="Version of the new weights.",
+        json_schema_extra={"type": ["string", "integer", "null"]},
     )
 
 
@@ -208,8 +210,7 @@ class WeightTransferRoutes:
     @_answered
     async def finish(self, request: Request) -> str:
         """Answer POST ``/finish_weight_update``, once the engine serves the new weights."""
-        version = (await read_fields(request, self._config, FinishFields)).weight_version
-        await self.commit(version if isinstance(version, str) and version else None)
+        await self.commit(version_of((await read_fields(request, self._config, FinishFields)).weight_version))
         return "Weight update finished"
 
     async def commit(self, version: str | None = None) -> None:
@@ -291,7 +292,8 @@ def _identity(encoded: object) -> bytes:
 
 
 def _chunk_bytes(info: Mapping[str, object]) -> int | None:
-    return (_integer(info, "packed_buffer_size_bytes", _CHUNK_BYTES)) if info.get("packed") is True else None
+    packed = flag_of(info.get("packed"), "packed")
+    return _integer(info, "packed_buffer_size_bytes", _CHUNK_BYTES) if packed else None
 
 
 def _integer(info: Mapping[str, object], name: str, default: int | None = None) -> int:
