@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import ipaddress
+import os
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, field_validator, model_validator
@@ -35,6 +36,13 @@ class SessionConfig(BaseModel):
     routed_experts: bool = Field(
         default=False, description="Record the experts that each sampled token was routed to, where the engine can."
     )
+
+    @field_validator("folder")
+    @classmethod
+    def _is_there(cls, folder: str | None) -> str | None:
+        if folder is not None and not (os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)):
+            raise ValueError("expected a folder that this process can write to; it is written to when memory is full")
+        return folder
 
 
 class ServerConfig(BaseModel):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 from drivetrain import Capability, __version__
 from drivetrain.backend.registry import DISABLE_VARIABLE
 from drivetrain.cli import main
+from drivetrain.cli.output import log_handler
 from drivetrain.testing import tiny_model
 
 Run = Callable[..., tuple[int, str, str]]
@@ -73,6 +75,13 @@ def test_the_module_and_the_script_are_the_same() -> None:
             by_module.stdout,
             by_module.stderr,
         )
+
+
+def test_a_message_of_the_log_is_one_line_of_a_file() -> None:
+    record = logging.LogRecord("drivetrain.serving", logging.ERROR, "", 0, "front-end %d " + "ended " * 40, (3,), None)
+    line = log_handler().format(record)
+    assert "\n" not in line
+    assert " ERROR drivetrain.serving: front-end 3 ended" in line
 
 
 def test_help_loads_no_torch() -> None:

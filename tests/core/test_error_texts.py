@@ -15,6 +15,7 @@ from drivetrain.engine.validation import check_sampling_params
 from drivetrain.errors import DrivetrainError, EngineStartError
 from drivetrain.openai.payloads import ChatPayload, CompletionPayload, parse
 from drivetrain.testing import tiny_model
+from drivetrain.types.config import read_yaml
 
 KEY = "sk-0123456789"
 
@@ -56,6 +57,20 @@ def test_a_yaml_error_does_not_repeat_the_line(tmp_path: Path) -> None:
     with pytest.raises(InvalidConfig, match="line 3") as refusal:
         EngineConfig.from_yaml(file)
     assert KEY not in str(refusal.value)
+
+
+@pytest.mark.parametrize("twice", ["model: a\nmodel: b\n", "backend_options: {a: 1, a: 2}\n"])
+def test_a_field_that_a_yaml_file_gives_twice_is_refused(tmp_path: Path, twice: str) -> None:
+    file = tmp_path / "engine.yaml"
+    file.write_text(f"backend: transformers\n{twice}")
+    with pytest.raises(InvalidConfig, match=r"line [23]: '(model|a)' is given twice"):
+        EngineConfig.from_yaml(file)
+
+
+def test_a_yaml_file_may_merge_mappings(tmp_path: Path) -> None:
+    file = tmp_path / "values.yaml"
+    file.write_text("base: &base {a: 1, b: 2}\nother: {<<: *base, b: 3}\n")
+    assert read_yaml(file)["other"] == {"a": 1, "b": 3}
 
 
 def test_a_configuration_shows_no_key() -> None:

@@ -14,10 +14,11 @@ import msgspec
 import openai
 import pytest
 import pytest_asyncio
+from pydantic import ValidationError
 
 from drivetrain import InferenceEngine, TextPrompt, create_engine
 from drivetrain.backend.toolkit.owned_folder import OwnedFolder, remove_orphans
-from drivetrain_serving import Server, ServerConfig
+from drivetrain_serving import Server, ServerConfig, SessionConfig
 from drivetrain_serving.gateway.records import Record, RecordStore, SpillFile
 from engines import HANGING, require_ready_and_idle, until, until_generating, until_idle, until_running
 from gateways import Gateway, gateway_of, ids_of, require_own_logprobs, sampled, user
@@ -385,10 +386,20 @@ async def test_a_session_beyond_the_bound_is_refused(engine: InferenceEngine) ->
         await gateway.session("b").ask([user("hello")])
 
 
+def test_a_folder_that_cannot_be_written_to_is_refused_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for name in ("missing", "file"):
+        with pytest.raises(ValidationError, match="a folder that this process can write to"):
+            SessionConfig(folder=str(tmp_path / name))
+
+
 async def test_without_a_disk_memory_keeps_the_turns(engine: InferenceEngine, tmp_path: Path) -> None:
-    async with gateway_of(engine, memory_bytes=1, folder=str(tmp_path / "missing")) as gateway:
+    folder = tmp_path / "removed"
+    folder.mkdir()
+    async with gateway_of(engine, memory_bytes=1, folder=str(folder)) as gateway:
+        folder.rmdir()
         _, answers = await gateway.talk(["hello"])
-        with pytest.raises(openai.InternalServerError, match="bytes of disk"):
+        with pytest.raises(openai.InternalServerError, match=f"{folder} could not be written"):
             await gateway.ask([user("hello")])
         (branch,) = await gateway.branches()
         assert branch["token_ids"] == ids_of(answers[0])

@@ -262,6 +262,13 @@ async def test_a_port_that_is_taken_is_named(engine: InferenceEngine) -> None:
     assert caught.value.field == "port"
 
 
+async def test_an_address_of_another_machine_is_named() -> None:
+    """The address is one of those for documentation (RFC 5737)."""
+    with pytest.raises(InvalidConfig, match=r"host='203\.0\.113\.1'.*an address of this machine") as caught:
+        Listening(ServerConfig(host="203.0.113.1", port=0, open_to_all=True))
+    assert caught.value.field == "host"
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 async def test_a_port_that_another_server_began_to_use_meanwhile_is_named(
     engine: InferenceEngine, processes: int

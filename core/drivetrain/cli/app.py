@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Annotated, Final, NoReturn
 
 import typer
-from rich.logging import RichHandler
 
 import drivetrain
 from drivetrain.cli.backends import backends
@@ -21,7 +20,7 @@ from drivetrain.cli.extensions import add_extensions
 from drivetrain.cli.generate import generate
 from drivetrain.cli.help_texts import help_of
 from drivetrain.cli.host import host
-from drivetrain.cli.output import err, out, print_error
+from drivetrain.cli.output import log_handler, out, print_error
 from drivetrain.errors import DrivetrainError
 
 BUILT_IN: Final[dict[str, Callable[..., None]]] = {
@@ -80,8 +79,7 @@ def _app(settings: _Settings, arguments: Sequence[str]) -> typer.Typer:
         ] = False,
     ) -> None:
         settings.traceback = traceback
-        handler = RichHandler(console=err, show_path=False, markup=False)
-        logging.basicConfig(level=logging.WARNING, handlers=[handler], format="%(name)s: %(message)s")
+        logging.basicConfig(level=logging.WARNING, handlers=[log_handler()])
         logging.getLogger("drivetrain").setLevel(logging.INFO if verbose else logging.WARNING)
 
     for name, command in BUILT_IN.items():

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 
 from rich.console import Console
+from rich.logging import RichHandler
 from rich.text import Text
 
 out = Console(highlight=False)
@@ -28,6 +30,17 @@ def print_error(message: str, kind: str = "error") -> None:
 def print_warning(message: str) -> None:
     """Write a warning to stderr."""
     err.print(Text.assemble(("warning: ", "bold yellow"), message), soft_wrap=True)
+
+
+def log_handler() -> logging.Handler:
+    """Return a handler that writes the log to stderr: in colours in a terminal, else one line for each message."""
+    if err.is_terminal:
+        handler: logging.Handler = RichHandler(console=err, show_path=False, markup=False)
+        handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+    else:  # rich would break lines after 80 characters
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    return handler
 
 
 @contextmanager

@@ -336,12 +336,14 @@ def read_yaml(path: str | os.PathLike[str]) -> dict[str, object]:
     """Read the mapping that a YAML file holds.
 
     Raises:
-        InvalidConfig: The file cannot be read, or is not a mapping.
+        InvalidConfig: The file cannot be read, is not a mapping, or gives a field twice.
     """
     import yaml
 
+    from drivetrain.checks.yaml_mappings import load_yaml
+
     try:
-        loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        loaded = load_yaml(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, TypeError, RecursionError) as error:  # not UTF-8; NUL in the path; not a path
         name = shown(os.fspath(path) if isinstance(path, os.PathLike) else path)
         raise InvalidConfig(f"cannot read {name}: {error}; give a YAML file") from error

@@ -125,6 +125,8 @@ class RecordStore:
         """Held by the one thread that writes, or deletes a file."""
         self.memory_bytes = 0
         self.disk_bytes = 0
+        self.not_written = ""
+        """Reason why the disk takes no more than it has; empty if it was never seen to refuse."""
 
     @property
     def is_full(self) -> bool:
@@ -154,6 +156,7 @@ class RecordStore:
                 except OSError as error:
                     _LOGGER.warning("cannot write recorded turns to %s: %s", self._parent, error)
                     self._most_disk = self.disk_bytes
+                    self.not_written = f"{self._parent} could not be written: {error}"
                     return
                 if written and record in self._in_memory:
                     self._in_memory.pop(record)

@@ -79,9 +79,10 @@ class Sessions:
                 field="session_id",
             )
         if self.records.is_full:
+            disk = self.records.not_written or f"{self._config.disk_bytes} bytes of disk are full"
             raise GatewayFull(
-                f"the sessions' tokens fill {self._config.memory_bytes} bytes of memory and "
-                f"{self._config.disk_bytes} bytes of disk; read and delete sessions, or raise the bounds"
+                f"the sessions' tokens fill {self._config.memory_bytes} bytes of memory, and {disk}; read and delete "
+                "sessions, or raise the bounds"
             )
         session = self._sessions.get(session_id)
         if session is None:

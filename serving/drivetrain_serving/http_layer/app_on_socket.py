@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -136,6 +137,10 @@ def listen(bound: socket.socket, config: ServerConfig) -> None:
 
 
 def _taken(config: ServerConfig, error: Exception) -> InvalidConfig:
+    if isinstance(error, socket.gaierror) or (isinstance(error, OSError) and error.errno == errno.EADDRNOTAVAIL):
+        return InvalidConfig(
+            f"host={config.host!r}: cannot listen there: {error}; give an address of this machine", field="host"
+        )
     return InvalidConfig(
         f"port={config.port}: cannot listen on {config.host}: {error}; choose another port", field="port"
     )
