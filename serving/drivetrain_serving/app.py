@@ -36,6 +36,7 @@ from drivetrain_serving.vllm.control import ControlRoutes
 from drivetrain_serving.vllm.embeddings import EmbeddingRoute
 from drivetrain_serving.vllm.generation import GenerationRoutes
 from drivetrain_serving.vllm.render import RenderRoutes
+from drivetrain_serving.vllm.sent_adapters import SentAdapters
 from drivetrain_serving.vllm.tokens import TokenRoutes
 from drivetrain_serving.vllm.weight_checker import WeightCheckerRoute
 from drivetrain_serving.vllm.weight_transfer import WeightTransferRoutes
@@ -60,8 +61,8 @@ def create_app(engine: InferenceEngine, config: ServerConfig | None = None) -> S
         engine: A started engine, or a fleet. The application does not end it.
         config: Names, keys and bounds.
 
-    Await ``app.state.weight_groups.close()`` when the application is no longer served: it ends the processes that
-    receive weights.
+    When the application is no longer served, await ``app.state.weight_groups.close()``, which ends the processes that
+    receive weights, and ``app.state.sent_adapters.close()``, which frees the memory of adapters that came by them.
     """
     return application(ServedEngine(engine, config or ServerConfig()))
 
@@ -71,9 +72,10 @@ def application(served: ServedEngine) -> Starlette:
     engine, config = served.engine, served.config
     sglang = config.dialect == "sglang"
     weight_groups = WeightGroups(engine, cast=config.cast_weights)
-    transfer = WeightTransferRoutes(engine, weight_groups, config)
+    adapters = SentAdapters(served)
+    transfer = WeightTransferRoutes(engine, weight_groups, adapters, config)
     counts = RequestCounts()
-    operations, control = OperationRoutes(served, counts), ControlRoutes(served, transfer)
+    operations, control = OperationRoutes(served, counts), ControlRoutes(served, transfer, adapters)
     checks = WeightChecks(engine, weight_groups)
     sglang_routes = SGLangRoutes(served, weight_groups, checks)
     generation = (
@@ -145,11 +147,12 @@ def application(served: ServedEngine) -> Starlette:
         "/v1/unload_lora_adapter": control.unload_lora_adapter,
         "/skyrl/v1/load_lora_adapter": control.reload_skyrls_adapter,
         "/start_draft_weight_update": control.refuse_draft,
+        "/fetch_weights": control.refuse_deltas,
         "/init_weight_transfer_engine": transfer.init,
         "/shutdown_weight_transfer_engine": transfer.shutdown,
         "/start_weight_update": transfer.start,
         "/finish_weight_update": transfer.finish,
-        "/collective_rpc": CollectiveRpcRoute(transfer, config).collective_rpc,
+        "/collective_rpc": CollectiveRpcRoute(engine, transfer, adapters, config).collective_rpc,
     }
     posted: dict[str, Answer] = {**data, **told, **(sglang_routes.of_the_dialect() if sglang else {})}
     of_data = {*data, *described, *(one.path for one in more if one.is_data)}
@@ -187,6 +190,7 @@ def application(served: ServedEngine) -> Starlette:
     app.state.counts = counts
     app.state.sessions = sessions
     app.state.weight_groups = weight_groups
+    app.state.sent_adapters = adapters
     return app
 
 

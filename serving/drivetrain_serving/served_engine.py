@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
@@ -265,10 +265,20 @@ class ServedEngine:
             InvalidRequest: the name is taken, or the folder holds no adapter of this model.
             TooManyAdapters: the engine has no room for another.
         """
+        await self.take_adapter(name, path, lambda: self._load(name, path, replace=replace))
+
+    async def take_adapter(self, name: str, path: str, load: Callable[[], Awaitable[None]]) -> None:
+        """Have ``load`` bring the adapter to the engine; ``path`` is where it is said to come from.
+
+        Raises:
+            InvalidRequest: the name is that of the model.
+            DrivetrainError: as ``load``.
+        """
         async with self._loading:
             if name in self._accepted:
                 raise InvalidRequest(f"{shown(name)} is the name of the model itself", field="lora_name")
-            await self._load(name, path, replace=replace)
+            await load()
+            self.adapters[name] = path
             self._by_request.pop(name, None)  # a request no longer decides how long it stays
 
     async def _load(self, name: str, path: str, *, replace: bool = False) -> None:

@@ -69,6 +69,7 @@ class Server:
         self._socket: socket.socket | None = None
         self._ends = AsyncExitStack()
         self._ends.push_async_callback(self._app.state.sessions.close)
+        self._ends.push_async_callback(self._app.state.sent_adapters.close)
         self._ends.push_async_callback(self._app.state.weight_groups.close)
 
     @property

@@ -151,16 +151,17 @@ def free_port() -> int:
 
 
 def tensors_of(folder: Path, dtype: str | None = None) -> list[Tensor]:
-    """Return the tensors of a checkpoint as a trainer announces them."""
+    """Return the tensors of a checkpoint or an adapter as a trainer announces them."""
+    (file,) = folder.glob("*model.safetensors")
     return [
         {"name": name, "dtype": dtype or str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
-        for name, tensor in load_file(folder / "model.safetensors").items()
+        for name, tensor in load_file(file).items()
     ]
 
 
-async def answers_of(client: httpx.AsyncClient) -> tuple[list[int], list[float]]:
-    """Return the greedy tokens of the served model, and their logprobs."""
-    response = await client.post("/v1/completions", json={**BODY, "return_token_ids": True})
+async def answers_of(client: httpx.AsyncClient, model: str = "policy") -> tuple[list[int], list[float]]:
+    """Return the greedy tokens of the served model or an adapter, and their logprobs."""
+    response = await client.post("/v1/completions", json={**BODY, "model": model, "return_token_ids": True})
     assert response.status_code == 200, response.text
     (choice,) = response.json()["choices"]
     return choice["token_ids"], choice["logprobs"]["token_logprobs"]

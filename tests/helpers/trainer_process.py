@@ -91,8 +91,9 @@ def chunks(tensors: list[torch.Tensor], buffer_size: int) -> Iterator[torch.Tens
 
 
 def made(folder: str, sent: list[dict[str, Any]]) -> list[torch.Tensor]:
-    """Return the tensors to send: those of a checkpoint, or one value throughout."""
-    stored = load_file(os.path.join(folder, "model.safetensors"))
+    """Return the tensors to send: those of a checkpoint or an adapter, or one value throughout."""
+    files = [os.path.join(folder, f"{kind}.safetensors") for kind in ("model", "adapter_model")]
+    stored = load_file(next(file for file in files if os.path.exists(file)))
     found = []
     for one in sent:
         dtype = getattr(torch, one["dtype"].removeprefix("torch."))

@@ -12,9 +12,10 @@ import torch
 
 from drivetrain import InferenceEngine, create_engine
 from drivetrain_serving import Server, ServerConfig
-from engines import require_ready_and_idle
+from drivetrain_serving.vllm.weight_transfer import GROUP
+from engines import HANGING, require_ready_and_idle
 from tiny_adapters import save_adapters
-from trainer_groups import Trainer, a_trainer
+from trainer_groups import Group, Trainer, a_group, a_trainer
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -58,3 +59,25 @@ async def client(server: Server) -> AsyncIterator[httpx.AsyncClient]:
 async def trainer() -> AsyncIterator[Trainer]:
     async with a_trainer() as trainer:
         yield trainer
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def with_gpu(engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[httpx.AsyncClient]:
+    """A server that takes its engine for one with a GPU."""
+    monkeypatch.setattr(type(engine), "gpus", property(lambda self: ("GPU-of-the-test",)))
+    async with (
+        Server(engine, ServerConfig(port=0, served_model_name=("policy",))) as server,
+        httpx.AsyncClient(base_url=server.url, timeout=HANGING) as client,
+    ):
+        yield client
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def transfer(
+    trainer: Trainer, engine: InferenceEngine, model: Path, with_gpu: httpx.AsyncClient
+) -> AsyncIterator[Group]:
+    """Such a server, and a gloo group in the place of the NCCL communicator."""
+    async with a_group(trainer, with_gpu, name=GROUP) as group:
+        yield group
+    await engine.load_weights_from_disk(str(model), "initial")
+    await engine.continue_generation()

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 IDS = [5, 6, 7]
 SHORT: dict[str, Any] = {"max_tokens": 4, "temperature": 0}
 MESSAGES = [{"role": "user", "content": "add"}]
-REFUSING = {"/start_draft_weight_update", *TENSOR_ROUTES}
+REFUSING = {"/start_draft_weight_update", "/fetch_weights", *TENSOR_ROUTES}
 """Routes that answer no request with 200."""
 ELSEWHERE = {"/v1/embeddings", "/init_weight_transfer_engine", "/start_profile", "/stop_profile"}
 """Routes whose answers with 200 need an engine of another task, two GPUs, or an engine that profiles."""
@@ -283,6 +283,7 @@ async def change_weights(site: Site, trainer: Trainer, model: Path, other_model:
     for path in TENSOR_ROUTES:
         await site.post(path, 501)
     await site.post("/start_draft_weight_update", 501)
+    await site.post("/fetch_weights", 501, target_version=1)
     await site.post("/update_weight_version", new_version="a")
     await site.post("/update_weight_version", 400)
     await site.post("/update_weights", weight_dir=str(other_model))
@@ -301,6 +302,9 @@ async def change_weights(site: Site, trainer: Trainer, model: Path, other_model:
         await send_as_skyrl(group, other_model, tensors)
         await site.post("/collective_rpc", method="skyrl_finish_weight_update")
         await site.post("/collective_rpc", 501, method="unknown")
+        await site.post("/collective_rpc", 400, method="skyrl_set_lora_receive_target")
+        await site.post("/collective_rpc", method="skyrl_discard_in_memory_lora", args=["absent"])
+        await site.post("/skyrl/v1/load_lora_adapter", 400, lora_name="absent", in_memory=True)
         await group.send(other_model, [{**tensors[0], "name": "absent"}])
         answer, _ = await group.send(other_model, tensors[:2])
         assert answer.status_code == 200

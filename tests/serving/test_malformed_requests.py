@@ -26,6 +26,7 @@ Body = dict[str, object]
 TALK: Body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
 RANKS: Body = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 2, "world_size": 2}
 TENSORS: Body = {"names": ["a"], "shapes": [[1]]}
+TARGET: Body = {"kind": "lora", "lora_name": "", "adapter_config": {}, "aliases": {"a": "b"}}
 BODIES: dict[str, Body] = {
     "/v1/completions": {"prompt": [5], "max_tokens": 1},
     "/v1/chat/completions": TALK,
@@ -38,6 +39,7 @@ BODIES: dict[str, Body] = {
     "/sessions/{session}/v1/responses": {"input": "a", "max_output_tokens": 1},
     "/init_weights_update_group": {**RANKS, "backend": "gloo"},
     "/init_weight_transfer_engine": {"init_info": RANKS},
+    "/collective_rpc": {"method": "skyrl_set_lora_receive_target", "kwargs": {"receive_target": TARGET}},
     "/update_weights_from_distributed": {**TENSORS, "dtypes": ["float32"]},
     "/update_weights": {"update_info": {**TENSORS, "dtype_names": ["float32"]}},
 }
@@ -83,6 +85,8 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "/get_weights_by_name": ("name", "truncate_size"),
     "/weights_checker": ("action", "allow_quant_error", "skip_tensor_list", "selector"),
     "/weight_checker": ("action", "baseline"),
+    "/collective_rpc": ("method", "args", "kwargs"),
+    "/skyrl/v1/load_lora_adapter": ("lora_name", "lora_path", "in_memory"),
     **dict.fromkeys(
         ("/v1/load_lora_adapter", "/load_lora_adapter", "/v1/unload_lora_adapter", "/unload_lora_adapter"),
         ("lora_name", "lora_path", "load_inplace"),

@@ -6,7 +6,6 @@ import asyncio
 import ctypes
 import pickle
 import sys
-from collections.abc import AsyncIterator
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
@@ -14,12 +13,10 @@ from typing import Any
 
 import httpx
 import pytest
-import pytest_asyncio
 import torch.distributed
 
-from drivetrain import InferenceEngine, InvalidRequest, create_engine
+from drivetrain import InvalidRequest, create_engine
 from drivetrain.types.weights import TensorSpec
-from drivetrain_serving import Server, ServerConfig
 from drivetrain_serving.vllm.weight_transfer import GROUP
 from drivetrain_weight_sync.trainer_groups.bucket import WHOLE, WeightBucket
 from drivetrain_weight_sync.trainer_groups.bucket_layout import BucketLayout
@@ -119,28 +116,6 @@ async def test_a_tensor_at_an_odd_offset_is_read() -> None:
 
 
 # Routes --------------------------------------------------------------------------------------------------------------
-
-
-@pytest_asyncio.fixture(loop_scope="session")
-async def with_gpu(engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[httpx.AsyncClient]:
-    """A server that takes its engine for one with a GPU."""
-    monkeypatch.setattr(type(engine), "gpus", property(lambda self: ("GPU-of-the-test",)))
-    async with (
-        Server(engine, ServerConfig(port=0, served_model_name=("policy",))) as server,
-        httpx.AsyncClient(base_url=server.url, timeout=HANGING) as client,
-    ):
-        yield client
-
-
-@pytest_asyncio.fixture(loop_scope="session")
-async def transfer(
-    trainer: Trainer, engine: InferenceEngine, model: Path, with_gpu: httpx.AsyncClient
-) -> AsyncIterator[Group]:
-    """Such a server, and a gloo group in the place of the NCCL communicator."""
-    async with a_group(trainer, with_gpu, name=GROUP) as group:
-        yield group
-    await engine.load_weights_from_disk(str(model), "initial")
-    await engine.continue_generation()
 
 
 @pytest.mark.parametrize("info", [{}, {"packed": True, "packed_buffer_size_bytes": 200_000}], ids=["each", "packed"])

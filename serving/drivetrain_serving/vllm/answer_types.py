@@ -596,4 +596,4 @@ class SkyrlAdapterReloaded(AdapterReloaded):
 class RpcResults(TypedDict):
     """Answer of ``/collective_rpc``: a result per worker."""
 
-    results: list[None]
+    results: list[bool | None]

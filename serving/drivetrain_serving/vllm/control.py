@@ -27,6 +27,7 @@ from drivetrain_serving.http_layer.route_docs import OF_ENGINES, TEXT, Fields, d
 from drivetrain_serving.served_engine import ServedEngine
 from drivetrain_serving.vllm import answer_types as types
 from drivetrain_serving.vllm.errors import error_answer, plain_error_answer
+from drivetrain_serving.vllm.sent_adapters import SentAdapters
 from drivetrain_serving.vllm.weight_transfer import UpdateInfo, WeightTransferRoutes, can_transfer
 
 _R = TypeVar("_R", bound="ControlRoutes")
@@ -125,6 +126,14 @@ class ReloadAdapterFields(AdapterFields):
     lora_path: object = Field(default=None, description="A peft folder.", json_schema_extra=_NAME)
 
 
+class ReloadSentAdapterFields(ReloadAdapterFields):
+    """A request to ``/skyrl/v1/load_lora_adapter``: of a folder, or of tensors that came by the weight transfer."""
+
+    in_memory: object = Field(
+        default=None, description="Takes the tensors that came, and no folder.", json_schema_extra=_FLAG
+    )
+
+
 class LoadAdapterFields(ReloadAdapterFields):
     """A request to ``/v1/load_lora_adapter``."""
 
@@ -152,9 +161,10 @@ def _refusals(answer: Callable[[DrivetrainError], Response]) -> Callable[[_Route
 class ControlRoutes:
     """Routes that control the served engine or describe it."""
 
-    def __init__(self, served: ServedEngine, transfer: WeightTransferRoutes) -> None:
+    def __init__(self, served: ServedEngine, transfer: WeightTransferRoutes, adapters: SentAdapters) -> None:
         self._served = served
         self._transfer = transfer
+        self._adapters = adapters
         self._engine = served.engine
         self._started = int(time.time())
 
@@ -410,6 +420,16 @@ class ControlRoutes:
         del request
         raise UnsupportedCapability("weights of draft models cannot be updated")
 
+    @documented(statuses=(501,), media=())
+    @_refusals(error_answer)
+    async def refuse_deltas(self, request: Request) -> Response:
+        """Refuse POST ``/fetch_weights``, by which SkyRL has deltas of a checkpoint applied to a copy of it."""
+        del request
+        raise UnsupportedCapability(
+            "deltas of a checkpoint are not read; set weight_sync_backend: nccl, or send a folder (POST "
+            "/update_weights {weight_dir})"
+        )
+
     @documented(body=VersionFields, answer=types.VersionUpdated)
     @_refusals(error_answer)
     async def update_weight_version(self, request: Request) -> Response:
@@ -447,18 +467,24 @@ class ControlRoutes:
     @_refusals(error_answer)
     async def reload_lora_adapter(self, request: Request) -> Response:
         """Answer POST ``/load_lora_adapter``, as prime-rl calls it: a name that is taken gets the new weights."""
-        await self._reload(request)
+        await self._reload(await read_fields(request, self._served.config, ReloadAdapterFields))
         return json_answer(types.AdapterReloaded(status="ok"))
 
-    @documented(body=ReloadAdapterFields, statuses=(404, *OF_ENGINES), answer=types.SkyrlAdapterReloaded)
+    @documented(body=ReloadSentAdapterFields, statuses=(404, *OF_ENGINES), answer=types.SkyrlAdapterReloaded)
     @_refusals(error_answer)
     async def reload_skyrls_adapter(self, request: Request) -> Response:
         """Answer POST ``/skyrl/v1/load_lora_adapter``: a name that is taken gets the new weights."""
-        name = await self._reload(request)
+        asked = await read_fields(request, self._served.config, ReloadSentAdapterFields)
+        if flag_of(asked.in_memory, "in_memory"):
+            name = text_of(asked.lora_name, "lora_name")
+            if asked.lora_path:
+                raise InvalidRequest("give lora_path or in_memory: true, not both", field="lora_path")
+            await self._adapters.load(name)
+        else:
+            name = await self._reload(asked)
         return json_answer(types.SkyrlAdapterReloaded(status="ok", lora_name=name, lora_int_id=None))
 
-    async def _reload(self, request: Request) -> str:
-        asked = await read_fields(request, self._served.config, ReloadAdapterFields)
+    async def _reload(self, asked: ReloadAdapterFields) -> str:
         name = text_of(asked.lora_name, "lora_name")
         await self._load_adapter(name, asked, replace=True)
         return name

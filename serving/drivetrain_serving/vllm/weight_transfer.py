@@ -22,6 +22,7 @@ from drivetrain_serving.http_layer.bodies import flag_of, read_fields, unless_di
 from drivetrain_serving.http_layer.route_docs import Fields, documented
 from drivetrain_serving.vllm.answer_types import Said
 from drivetrain_serving.vllm.errors import error_answer
+from drivetrain_serving.vllm.sent_adapters import SentAdapters
 from drivetrain_weight_sync.trainer_groups.bucket import WeightBucket
 from drivetrain_weight_sync.trainer_groups.process_messages import JoinNccl
 from drivetrain_weight_sync.trainer_groups.weight_groups import WeightGroups
@@ -42,6 +43,14 @@ _INIT_FIELDS: Final = frozenset(
         "packed_num_buffers",
     }
 )
+_OTHER_TRANSFERS: Final[Mapping[str, str]] = {
+    "base_model_path": "deltas of a checkpoint (SkyRL's weight_sync_backend: delta)",
+    "local_checkpoint_dir": "deltas of a checkpoint (SkyRL's weight_sync_backend: delta)",
+    "replica_rank": "pulls by RDMA (weight_sync_backend: sharded_rdt)",
+    "trainer_actor_names": "pulls by RDMA (weight_sync_backend: sharded_rdt)",
+}
+"""Fields of ``init_info`` that only another transfer than NCCL's sends → its name."""
+_HANDLES: Final = ("ipc_handles", "ipc_handles_pickled")
 _Route = Callable[["WeightTransferRoutes", Request], Awaitable[str]]
 _F = TypeVar("_F", bound=Fields)
 
@@ -133,12 +142,16 @@ class WeightTransferRoutes:
     Args:
         engine: The served engine.
         groups: The groups of trainers.
+        adapters: Takes updates that bring an adapter.
         config: Bounds of bodies and waits.
     """
 
-    def __init__(self, engine: InferenceEngine, groups: WeightGroups, config: ServerConfig) -> None:
+    def __init__(
+        self, engine: InferenceEngine, groups: WeightGroups, adapters: SentAdapters, config: ServerConfig
+    ) -> None:
         self._engine = engine
         self._groups = groups
+        self._adapters = adapters
         self._config = config
         self._chunk_bytes: int | None = None
 
@@ -150,6 +163,7 @@ class WeightTransferRoutes:
         if not isinstance(info, dict):
             raise InvalidRequest(f"init_info={shown(info)}: expected an object", field="init_info")
         join, chunk_bytes = _join(info, self._config.weight_group_timeout), _chunk_bytes(info)
+        self._adapters.forget()
         await unless_disconnected(request.receive, self._groups.init(join))
         self._chunk_bytes = chunk_bytes
         return "Weight transfer initialized"
@@ -159,6 +173,7 @@ class WeightTransferRoutes:
     async def shutdown(self, request: Request) -> str:
         """Answer POST ``/shutdown_weight_transfer_engine``."""
         await self._fields(request, EmptyFields)
+        self._adapters.forget()
         await self._groups.destroy(GROUP)
         return "Weight transfer engine shut down"
 
@@ -171,14 +186,30 @@ class WeightTransferRoutes:
         return "Weight update started"
 
     async def begin(self) -> None:
-        """Open an update.
+        """Open an update, of the adapter that is expected or of all weights.
 
         Raises:
             UnsupportedCapability: The engine has no GPU.
             InvalidRequest: An update is open.
         """
         self._require_gpu()
-        await self._groups.begin()
+        if self._adapters.expected:
+            self._adapters.begin()
+        else:
+            await self._groups.begin()
+
+    def expect_adapter(self, target: object) -> None:
+        """Let the next update bring an adapter.
+
+        Raises:
+            UnsupportedCapability: The engine has no GPU.
+            InvalidRequest: An update is open.
+            DrivetrainError: as ``SentAdapters.expect``.
+        """
+        self._require_gpu()
+        if self._groups.is_open:
+            raise InvalidRequest("an update is open; end it first")
+        self._adapters.expect(target)
 
     async def receive(self, request: Request, asked: UpdateInfo) -> str:
         """Receive the tensors of ``/update_weights`` with ``update_info``, and return the message of the answer.
@@ -189,18 +220,31 @@ class WeightTransferRoutes:
             DrivetrainError: as ``WeightGroups.receive``.
         """
         self._require_gpu()
+        adapters = self._adapters
         try:
             bucket = self._bucket(asked.update_info)
-            self._groups.require_open()
-        except InvalidRequest:
+            (adapters if adapters.expected else self._groups).require_open()
+        except (InvalidRequest, UnsupportedCapability):
             # The trainer goes on with its broadcast. Without the group, the broadcast fails instead of waiting.
+            adapters.forget()
             await self._groups.abandon(GROUP)
             raise
+        if adapters.expected:
+            await self._receive_adapter(request, bucket)
+            return "Adapter received"
         try:
             await unless_disconnected(request.receive, self._groups.receive(bucket))
         except WeightPlanMismatch as error:
             raise InvalidRequest(str(error), field="update_info") from error
         return "Weights updated"
+
+    async def _receive_adapter(self, request: Request, bucket: WeightBucket) -> None:
+        try:
+            tensors = await unless_disconnected(request.receive, self._groups.collect(bucket))
+        except BaseException:
+            self._adapters.forget()  # the group is lost, and with it the rest of the update
+            raise
+        self._adapters.take(bucket, tensors)
 
     def drop_open_update(self) -> None:
         """Forget tensors that have come, when a folder brought all weights."""
@@ -214,14 +258,17 @@ class WeightTransferRoutes:
         return "Weight update finished"
 
     async def commit(self, version: str | None = None) -> None:
-        """Load the open update into the engine as ``version``, or as the next number.
+        """Load the open update into the engine as ``version``, or as the next number; keep an adapter for its load.
 
         Raises:
             UnsupportedCapability: The engine has no GPU.
-            DrivetrainError: as ``WeightGroups.end``.
+            DrivetrainError: as ``WeightGroups.end`` and ``SentAdapters.end``.
         """
         self._require_gpu()
-        await self._groups.end(version)
+        if self._adapters.expected:
+            self._adapters.end(version)
+        else:
+            await self._groups.end(version)
 
     async def _fields(self, request: Request, kind: type[_F]) -> _F:
         asked = await read_fields(request, self._config, kind)
@@ -239,6 +286,11 @@ class WeightTransferRoutes:
         info = given[0] if isinstance(given, list) and len(given) == 1 else given
         if not isinstance(info, dict):
             raise InvalidRequest(f"update_info={shown(given)}: expected an object", field="update_info")
+        if any(info.get(name) is not None for name in _HANDLES):
+            raise UnsupportedCapability(
+                "update_info brings pickled handles of GPU memory, and this server unpickles nothing; let the trainer "
+                "broadcast (SkyRL's colocate_all: false)"
+            )
         names, dtypes, shapes = (info.get(field) for field in ("names", "dtype_names", "shapes"))
         if not (isinstance(names, list) and isinstance(dtypes, list) and isinstance(shapes, list)):
             raise InvalidRequest("names, dtype_names and shapes: expected lists", field="update_info")
@@ -255,6 +307,14 @@ class WeightTransferRoutes:
 
 
 def _join(info: Mapping[str, object], timeout: float) -> JoinNccl:
+    others = {other for name, other in _OTHER_TRANSFERS.items() if name in info}
+    if info.keys() == {"packed"}:
+        others.add("handles of GPU memory (SkyRL's colocate_all: true)")
+    if others:
+        raise UnsupportedCapability(
+            f"init_info is that of {', '.join(sorted(others))}, and this server takes weights by NCCL, by gloo or from "
+            "a folder; set weight_sync_backend: nccl and colocate_all: false"
+        )
     unknown = info.keys() - _INIT_FIELDS
     if unknown:
         raise InvalidRequest(f"init_info holds {', '.join(sorted(unknown))}, which is unknown", field="init_info")

@@ -236,6 +236,21 @@ class WeightGroups:
                 await self._lose(group)
             raise
 
+    async def collect(self, bucket: WeightBucket) -> dict[str, torch.Tensor]:
+        """Receive a bucket of tensors that are not the engine's weights, and return them by name, on the CPU.
+
+        Raises:
+            InvalidRequest: There is no such group, or no tensors have these dtypes and shapes.
+            DeadlineExceeded, WeightSyncError: The group is lost.
+        """
+        group = self._group(bucket.group_name)
+        try:
+            async with self._turn:
+                return await self._received(group, bucket, keep=True)
+        except BaseException:
+            await self._lose(group)  # the trainer would wait for a receiver that has given up
+            raise
+
     async def add(self, bucket: WeightBucket, tensors: dict[str, torch.Tensor]) -> None:
         """Take a bucket that came in another way than by a group's broadcasts; commit the update if it completes it.
 
