@@ -59,8 +59,10 @@ OPENRLHF ?= openrlhf==0.11.2 pylatexenc==2.11 $(VLLM) cbor2 pyzmq openai_harmony
 OPENRLHF_READY := .venvs/openrlhf/.ready-$(shell echo '$(OPENRLHF)' | sha256sum | cut -c1-16)
 SKYRL ?= skyrl[tinker,jax]==0.3.0
 SKYRL_READY := .venvs/skyrl/.ready-$(shell echo '$(SKYRL)' | sha256sum | cut -c1-16)
-SKYRL_CLIENT ?= skyrl==0.3.0
-SKYRL_CLIENT_READY := .venvs/skyrl-client/.ready-$(shell echo '$(SKYRL_CLIENT)' | sha256sum | cut -c1-16)
+# The newest release seen to work; the oldest: SKYRL_CLIENT=skyrl==0.3.0.
+SKYRL_CLIENT ?= skyrl==0.4.0
+SKYRL_CLIENT_IMPORT := aiohttp pydantic pytest requests cloudpathlib loguru numpy orjson pybase64 rich xxhash zstandard
+SKYRL_CLIENT_READY := .venvs/skyrl-client/.ready-$(shell echo '$(SKYRL_CLIENT) $(SKYRL_CLIENT_IMPORT) $(TORCH)' | sha256sum | cut -c1-16)
 # AReaL pins torch below 2.11 and asks for many packages that its trainer does not import: no package brings its dependencies. Of SGLang
 # it looks at the version, and imports nothing.
 AREAL ?= areal==1.0.4 sglang==0.5.10.post1
@@ -323,13 +325,14 @@ test-skyrl-client: $(READY) $(SKYRL_CLIENT_READY) ## SkyRL's own client of infer
 	@PROJECT_PYTHON=$(abspath $(BIN)/python) PYTHONPATH=tests/helpers OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 .venvs/skyrl-client/bin/python \
 		-m pytest -q -c /dev/null --rootdir tests/trainers --confcutdir tests/trainers -p no:cacheprovider tests/trainers/skyrl_client.py $(ARGS)
 
-# Its client imports only these; the whole package wants vLLM and 6 GB.
+# Its clients import only these, and torch since 0.4.0; the whole package wants vLLM too.
 $(SKYRL_CLIENT_READY):
 	@[[ -n "$(SGLANG_PYTHON)" ]] || { echo "SkyRL needs Python 3.12; install it, or: make SGLANG_PYTHON=/path/to/python" >&2; exit 1; }
-	@echo "setting up .venvs/skyrl-client with $(SGLANG_PYTHON): 60 MB, half a minute"
+	@$(call ROOM_FOR,SkyRL's clients,8)
+	@echo "setting up .venvs/skyrl-client with $(SGLANG_PYTHON): 5 GB, some minutes"
 	@[[ -x .venvs/skyrl-client/bin/python ]] || $(SGLANG_PYTHON) -m venv .venvs/skyrl-client
 	@.venvs/skyrl-client/bin/python -m pip install --quiet --disable-pip-version-check --no-deps '$(SKYRL_CLIENT)'
-	@.venvs/skyrl-client/bin/python -m pip install --quiet --disable-pip-version-check aiohttp pydantic pytest
+	@.venvs/skyrl-client/bin/python -m pip install --quiet --disable-pip-version-check --retries 10 '$(TORCH)' $(SKYRL_CLIENT_IMPORT)
 	@rm -f .venvs/skyrl-client/.ready-* && touch $@
 
 test-openrlhf: environment-openrlhf ## OpenRLHF's own sample generator and executors on our actors

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import subprocess
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,6 +27,12 @@ Serve = Callable[..., AbstractContextManager[str]]
 """Serves the taught model with these options, and yields the address."""
 InTheProject = Callable[..., AbstractContextManager["subprocess.Popen[str]"]]
 """Runs a script, with its arguments, in the project's environment."""
+try:
+    from skyrl.backends.skyrl_train.weight_sync.control_plane import SkyrlWeightSyncClient as SYNC
+except ImportError:
+    SYNC = None
+"""The class that sends weights; None if the client of inference servers does, as in SkyRL 0.3.0."""
+of_the_sync_client = pytest.mark.skipif(SYNC is None, reason="SkyRL 0.3.0: RemoteInferenceClient sends weights")
 HELPERS = Path(__file__).parent.with_name("helpers")
 PROMPT = [5, 6, 7]
 PARAMS: dict[str, Any] = {
@@ -123,6 +131,8 @@ def test_openai_requests(server: str) -> None:
         assert text["usage"]["completion_tokens"] == 6
         with pytest.raises(aiohttp.ClientResponseError, match="temperature"):
             await client.completion({"json": {"prompt": PROMPT, "temperature": -1}, "headers": {}})
+        rendered = await client.render_chat_completion({"json": {"messages": messages}})
+        assert rendered["token_ids"]
         (ids,) = await client.tokenize(["some text"])
         assert await client.detokenize([ids]) == ["some text"]
 
@@ -198,31 +208,168 @@ def test_an_adapter_is_loaded_twice_and_unloaded(server: str, adapters: Path) ->
     with_client(server, use)
 
 
-def test_weights_by_calls_of_workers(in_the_project: InTheProject) -> None:
-    """An update as SkyRL's sender makes it. A gloo group stands for its NCCL communicator, which wants GPUs."""
-    with in_the_project(str(HELPERS / "serving_over_gloo.py")) as process:
+class Sends:
+    """The server of ``serving_over_gloo.py`` and its trainer's side of each update."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
         assert process.stdin is not None
         assert process.stdout is not None
-        reads, writes = process.stdout, process.stdin
-        said = json.loads(reads.readline())
+        self._reads, self._writes = process.stdout, process.stdin
+        self.said: dict[str, Any] = json.loads(self._reads.readline())
+        self.url: str = self.said["url"]
 
-        async def use(client: RemoteInferenceClient) -> None:
-            asked = {"prompt_token_ids": [said["prompt"]], "sampling_params": said["sampling_params"]}
-            for expected in said["expected"]:
-                await client.pause_generation()
-                await client.start_weight_update(is_checkpoint_format=True)
-                update = asyncio.create_task(client.update_weights_nccl({**said["metadata"], "packed": True}))
-                writes.write("send\n")
-                assert await asyncio.to_thread(reads.readline) == "sent\n"
-                await update
-                await client.finish_weight_update()
-                await client.resume_generation()
-                output = await client.generate(asked)
-                assert output["response_ids"] == [expected["token_ids"]]
-                assert output["response_logprobs"][0] == pytest.approx(expected["logprobs"], abs=1e-5)
-            await _refused(client.finish_weight_update(), 400, "no update is open")
+    def do(self, kind: str, number: int) -> None:
+        """Broadcast a checkpoint or an adapter of this index, or join a group at this port; return when it is done."""
+        self._writes.write(f"{kind} {number}\n")
+        assert self._reads.readline() == "done\n"
 
-        with_client(said["url"], use)
+    async def require_served(self, client: RemoteInferenceClient, kind: str, index: int, **model: str) -> None:
+        """Require a greedy sample to have the ids and logprobs of transformers."""
+        expected = self.said[kind][index]["expected"]
+        asked = {"prompt_token_ids": [self.said["prompt"]], "sampling_params": self.said["sampling_params"]}
+        output = await client.generate(asked, **model)
+        assert output["response_ids"] == [expected["token_ids"]]
+        assert output["response_logprobs"][0] == pytest.approx(expected["logprobs"], abs=1e-4)
+
+
+@pytest.fixture(scope="module")
+def sends(in_the_project: InTheProject) -> Iterator[Sends]:
+    """A gloo group stands for SkyRL's NCCL communicator, which wants GPUs."""
+    with in_the_project(str(HELPERS / "serving_over_gloo.py")) as process:
+        yield Sends(process)
+
+
+@pytest.mark.skipif(SYNC is not None, reason="SkyRL 0.4.0 and later: SkyrlWeightSyncClient")
+def test_weights_by_calls_of_workers(sends: Sends) -> None:
+    """An update as the sender of SkyRL 0.3.0 makes it."""
+
+    async def use(client: RemoteInferenceClient) -> None:
+        for index, checkpoint in enumerate(sends.said["checkpoints"]):
+            await client.pause_generation()
+            await client.start_weight_update(is_checkpoint_format=True)
+            update = asyncio.create_task(client.update_weights_nccl({**checkpoint["metadata"], "packed": True}))
+            await asyncio.to_thread(sends.do, "checkpoints", index)
+            await update
+            await client.finish_weight_update()
+            await client.resume_generation()
+            await sends.require_served(client, "checkpoints", index)
+        await _refused(client.finish_weight_update(), 400, "no update is open")
+
+    with_client(sends.url, use)
+
+
+@pytest.fixture(scope="module")
+def sync(sends: Sends) -> Iterator[Any]:
+    """SkyRL's client of weight updates, of a server that has joined the trainer's group by it."""
+    assert SYNC is not None
+    from skyrl.backends.skyrl_train.weight_sync.control_plane import nccl_init_payloads
+
+    made = SYNC([sends.url], init_payload_fn=nccl_init_payloads)
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        port = int(listening.getsockname()[1])
+    info = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
+    buffers = {"packed": True, "packed_buffer_size_bytes": 1 << 30, "packed_num_buffers": 2}
+    with ThreadPoolExecutor(1) as threads:
+        joining = threads.submit(made.init_weight_transfer_engine, {**info, **buffers})
+        sends.do("join", port)
+        joining.result()
+    yield made
+    made.close()
+
+
+async def _sent(sync: Any, sends: Sends, kind: str, index: int) -> None:
+    """Run one update as vLLM's trainer engine does in SkyRL: it blocks, in a thread of its own."""
+    await asyncio.to_thread(sync.start_weight_update)
+    update = asyncio.create_task(asyncio.to_thread(sync.update_weights, sends.said[kind][index]["metadata"]))
+    await asyncio.to_thread(sends.do, kind, index)
+    await update
+    await asyncio.to_thread(sync.finish_weight_update)
+
+
+@of_the_sync_client
+def test_weights_by_the_sync_client(sync: Any, sends: Sends) -> None:
+    """Updates in the orders of SkyRL's ``save_weights_for_sampler``, for trainers that do not share GPUs."""
+
+    async def use(client: RemoteInferenceClient) -> None:
+        await client.pause_generation()
+        await asyncio.gather(
+            _sent(sync, sends, "checkpoints", 0), client.reset_prefix_cache(reset_running_requests=True)
+        )
+        await client.resume_generation()
+        await sends.require_served(client, "checkpoints", 0)
+
+        await client.sleep()
+        await client.wake_up(tags=["weights"])
+        await _sent(sync, sends, "checkpoints", 1)
+        await client.wake_up(tags=["kv_cache"])
+        await sends.require_served(client, "checkpoints", 1)
+
+    with_client(sends.url, use)
+
+
+@of_the_sync_client
+def test_requests_outlast_a_sleep_for_weight_sync(sync: Any, sends: Sends) -> None:
+    async def use(client: RemoteInferenceClient) -> None:
+        for index, offload_kv in ((0, True), (1, False)):
+            running = await started(client, sends.url, max_tokens=400)
+            await client.pause_generation()
+            await client.sleep_for_weight_sync(offload_kv=offload_kv)
+            await client.wake_for_weight_sync(tags=["weights"])
+            await _sent(sync, sends, "checkpoints", index)
+            await client.wake_for_weight_sync(tags=["kv_cache"])
+            assert not running.done()
+            await client.resume_generation()
+            output = await running
+            assert output["stop_reasons"] == ["length"]
+            assert len(output["response_ids"][0]) == 400
+            await sends.require_served(client, "checkpoints", index)
+        await _refused(client.sleep_for_weight_sync(), 400, "in a pause only")
+
+    with_client(sends.url, use)
+
+
+@of_the_sync_client
+def test_an_adapter_as_tensors(sync: Any, sends: Sends) -> None:
+    """SkyRL's ``lora.sync_mode=memory``: the order of its ``_publish_lora_adapter_in_memory``."""
+    from skyrl.backends.skyrl_train.weight_sync.lora_target import build_lora_receive_target
+
+    async def use(client: RemoteInferenceClient) -> None:
+        for index, adapter in enumerate(sends.said["adapters"]):
+            await client.set_lora_receive_target(build_lora_receive_target("adapter", adapter["config"], {}))
+            await _sent(sync, sends, "adapters", index)
+            await client.load_lora_adapter("adapter", in_memory=True)
+            await sends.require_served(client, "adapters", index, model="adapter")
+            await sends.require_served(client, "checkpoints", 1)
+        await client.unload_lora_adapter("adapter")
+        with pytest.raises(aiohttp.ClientResponseError, match="no tensors of the adapter"):
+            await client.load_lora_adapter("adapter", in_memory=True)
+
+    with_client(sends.url, use)
+
+
+@of_the_sync_client
+def test_transfers_that_are_not_answered(sends: Sends) -> None:
+    """The other backends of SkyRL's ``weight_sync_backend``, and drafters: each is refused before any broadcast."""
+    assert SYNC is not None
+    sync = SYNC([sends.url])
+    for info, text in (
+        ({"packed": True}, "handles of GPU memory"),
+        ({"base_model_path": "m", "local_checkpoint_dir": "/d"}, "deltas of a checkpoint"),
+        ({"trainer_actor_names": ["a"]}, "pulls by RDMA"),
+    ):
+        with pytest.raises(RuntimeError, match=rf"501.*{text}"):
+            sync.init_weight_transfer_engine(info)
+    with pytest.raises(RuntimeError, match=r"501.*deltas of a checkpoint"):
+        sync.fetch_weights(1, sync_dir="/d")
+    with sync.draft_session(), pytest.raises(RuntimeError, match=r"501.*draft models"):
+        sync.start_weight_update()
+    with pytest.raises(RuntimeError, match=r"400.*no update is open"):
+        sync.finish_weight_update()
+    handles = {"names": [], "dtype_names": [], "shapes": [], "ipc_handles": [("rebuild", (1,))]}
+    with pytest.raises(RuntimeError, match=r"501.*unpickles nothing"):
+        sync.update_weights(handles)
+    sync.close()
 
 
 async def _refused(call: Awaitable[object], status: int, text: str = "") -> None:
@@ -246,13 +393,18 @@ def test_calls_that_are_not_answered(server: str) -> None:
     """The rest of the client's calls, as the docs list them."""
 
     async def use(client: RemoteInferenceClient) -> None:
-        await _refused(client.init_weight_update_communicator(Info()), 501, "this engine has no GPU")
-        await _refused(client.start_weight_update(), 501, "this engine has no GPU")
-        await _refused(client.update_weights_nccl({}), 501, "this engine has no GPU")
-        await _refused(client.update_weights_ipc({}), 501, "unpickles nothing")
-        await _refused(client.finish_weight_update(), 501, "this engine has no GPU")
+        if SYNC is None:
+            await _refused(client.init_weight_update_communicator(Info()), 501, "this engine has no GPU")
+            await _refused(client.start_weight_update(), 501, "this engine has no GPU")
+            await _refused(client.update_weights_nccl({}), 501, "this engine has no GPU")
+            await _refused(client.update_weights_ipc({}), 501, "unpickles nothing")
+            await _refused(client.finish_weight_update(), 501, "this engine has no GPU")
+        else:
+            await _refused(client.update_named_weights({}), 501, "this engine has no GPU")
+            await _refused(client.set_lora_receive_target({}), 501, "this engine has no GPU")
+            await _refused(client.fetch_weights(1, sync_dir="/d"), 501, "deltas of a checkpoint")
         await _refused(client.load_lora_adapter("a", "/adapter"), 404, "there is no folder '/adapter'")
-        await _refused(client.render_chat_completion({"json": {"messages": []}}), 404)
+        await _refused(client.render_chat_completion({"json": {"messages": []}}), 400)
         await client.finish_session("a")  # it logs the 404, and goes on
 
     with_client(server, use)

@@ -162,7 +162,7 @@ class WeightTransferRoutes:
         info = (await self._fields(request, InitFields)).init_info
         if not isinstance(info, dict):
             raise InvalidRequest(f"init_info={shown(info)}: expected an object", field="init_info")
-        join, chunk_bytes = _join(info, self._config.weight_group_timeout), _chunk_bytes(info)
+        join, chunk_bytes = join_of(info, self._config.weight_group_timeout), _chunk_bytes(info)
         self._adapters.forget()
         await unless_disconnected(request.receive, self._groups.init(join))
         self._chunk_bytes = chunk_bytes
@@ -306,7 +306,13 @@ class WeightTransferRoutes:
         return WeightBucket(group_name=GROUP, specs=specs, chunk_bytes=chunk_bytes)
 
 
-def _join(info: Mapping[str, object], timeout: float) -> JoinNccl:
+def join_of(info: Mapping[str, object], timeout: float) -> JoinNccl:
+    """Return the communicator that ``init_info`` names.
+
+    Raises:
+        UnsupportedCapability: It is that of another transfer.
+        InvalidRequest: A field is unknown, missing or wrong.
+    """
     others = {other for name, other in _OTHER_TRANSFERS.items() if name in info}
     if info.keys() == {"packed"}:
         others.add("handles of GPU memory (SkyRL's colocate_all: true)")
