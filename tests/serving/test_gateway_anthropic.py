@@ -205,6 +205,11 @@ async def test_tokens_are_counted_and_nothing_is_recorded(talking: Talking) -> N
         ({"tools": TOOLS, "tool_choice": {"type": "tool"}}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "mul"}}, "'mul' is none of tools"),
         ({"tool_choice": {"type": "any"}}, "no tools"),
+        ({"tools": [{"name": "add", "input_schema": {"type": "array"}}]}, "input_schema.type='array'"),
+        (
+            {"tools": [{"name": "add", "input_schema": {"anyOf": [{}]}}], "tool_choice": {"type": "any"}},
+            "the input of a demanded call is an object",
+        ),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
         ({"temperature": -1}, "temperature"),
         ({"model": "another", "stream": True}, "another"),

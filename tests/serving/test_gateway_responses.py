@@ -78,6 +78,8 @@ async def test_a_conversation_with_a_tool_is_one_branch(talking: Talking, stream
             ['{"a": 1}', "{}"],
         ),
         ({"type": "function", "name": "add"}, '{"a": 3}', ['{"a": 3}']),
+        ("required", '[{"name": "add", "parameters": [1, "]"]}, {"name": "add", "parameters": 2}]', ['[1, "]"]', "2"]),
+        ({"type": "function", "name": "add"}, "[3]", ["[3]"]),
     ],
 )
 async def test_a_demanded_call_is_an_item(

@@ -576,6 +576,39 @@ async def test_a_demanded_call_comes(told: httpx.AsyncClient, fields: dict[str, 
         assert not any(one["delta"].get("content") for one in own)
 
 
+@pytest.mark.parametrize(
+    ("choice", "parameters", "kind"),
+    [
+        ("required", {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 2}, list),
+        ("required", {"type": "string", "enum": ["a}", "b]"]}, str),
+        ("required", {"anyOf": [{"type": "integer", "minimum": 1, "maximum": 9}, {"type": "boolean"}]}, int),
+        ("required", None, dict),
+        (TELL, {"type": "boolean"}, bool),
+    ],
+)
+async def test_arguments_of_a_demanded_call_are_any_json(
+    told: httpx.AsyncClient, parameters: object, kind: type, choice: object
+) -> None:
+    tools = [{"type": "function", "function": {"name": "tell", "parameters": parameters}}]
+    bias = {**DEMANDING["logit_bias"], "34": 0 if kind is str else -100, "125": 100}
+    asked = {**DEMANDING, "tools": tools, "tool_choice": choice, "n": 1, "logit_bias": bias}
+    body = await answer(told, "/v1/chat/completions", **asked)
+    pieces = await events(told, "/v1/chat/completions", **asked)
+    call, *_ = body["choices"][0]["message"]["tool_calls"]
+    assert isinstance(json.loads(call["function"]["arguments"]), kind)
+    deltas = [part for piece in pieces for one in piece["choices"] for part in one["delta"].get("tool_calls", [])]
+    streamed = "".join(part["function"]["arguments"] for part in deltas if part["index"] == 0)
+    assert streamed == call["function"]["arguments"]
+
+
+@pytest.mark.parametrize("parameters", [True, False, [], "object"])
+async def test_parameters_are_an_object(told: httpx.AsyncClient, parameters: object) -> None:
+    tools = [{"type": "function", "function": {"name": "tell", "parameters": parameters}}]
+    response = await told.post("/v1/chat/completions", json={**DEMANDING, "tools": tools, "tool_choice": "required"})
+    assert response.status_code == 400
+    assert "parameters is no JSON schema" in response.text
+
+
 async def test_a_demanded_call_that_was_cut_off_is_left_out(told: httpx.AsyncClient) -> None:
     body = await answer(told, "/v1/chat/completions", **{**DEMANDING, "max_tokens": 3}, tool_choice="required")
     for choice in body["choices"]:

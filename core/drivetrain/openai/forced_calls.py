@@ -24,8 +24,10 @@ from drivetrain.types.sampling import JsonSchema
 _NO_PARAMETERS: Final[dict[str, JsonValue]] = {"type": "object", "properties": {}}
 """Schema of a tool that gives none."""
 _DEFINITIONS: Final = ("$defs", "definitions")
-_HEAD: Final = re.compile(r'\s*[\[,]\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"parameters"\s*:\s*(?=\{)')
+_HEAD: Final = re.compile(r'\s*[\[,]\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"parameters"\s*:\s*(?=[^\s,}\]:])')
 """A call in the array up to its arguments; the schema fixes the order of the two keys."""
+_SCALAR: Final = re.compile(r"[^\s,}]*")
+"""A number, ``true``, ``false`` or ``null``, as far as it has come."""
 _TAIL: Final = re.compile(r"\s*\}")
 
 
@@ -156,24 +158,25 @@ class _NamedCall:
 
 
 class _CallsInArray:
-    """The calls of ``[{"name": …, "parameters": {…}}, …]``."""
+    """The calls of ``[{"name": …, "parameters": …}, …]``. The parameters are any JSON value."""
 
     def __init__(self) -> None:
         self.complete = 0
         self._rest = ""
         """Text that belongs to no part yet."""
+        self._reads_arguments = self._in_scalar = False
         self._depth = 0
-        """Number of open braces in the arguments that are being read."""
+        """Number of open braces and brackets in the arguments that are being read."""
         self._in_string = self._escaped = self._closes = False
 
     def push(self, text: str) -> list[ToolCallDelta]:
         self._rest += text
         parts: list[ToolCallDelta] = []
         while True:
-            if self._depth:
+            if self._reads_arguments:
                 if arguments := self._arguments():
                     parts.append({"index": self.complete, "function": {"arguments": arguments}})
-                if self._depth:
+                if self._reads_arguments:
                     return parts
             elif self._closes and (tail := _TAIL.match(self._rest)):
                 self._rest = self._rest[tail.end() :]
@@ -181,27 +184,39 @@ class _CallsInArray:
                 self.complete += 1
             elif not self._closes and (head := _HEAD.match(self._rest)) and (name := _name(head[1])) is not None:
                 self._rest = self._rest[head.end() :]
+                self._reads_arguments = True
+                self._in_scalar = self._rest[0] not in '{["'
                 parts.append(_first_part(self.complete, name, self._arguments()))
             else:
                 return parts
 
     def _arguments(self) -> str:
         """Take the arguments, as far as they have come, from the text."""
-        end = len(self._rest)
+        end = self._end_of_scalar() if self._in_scalar else self._end_of_nested()
+        self._closes = end is not None
+        self._reads_arguments = end is None
+        taken, self._rest = self._rest[:end], "" if end is None else self._rest[end:]
+        return taken
+
+    def _end_of_scalar(self) -> int | None:
+        """Return the end of a number or literal; None if it has not come."""
+        scalar = _SCALAR.match(self._rest)
+        assert scalar is not None
+        return scalar.end() if scalar.end() < len(self._rest) else None
+
+    def _end_of_nested(self) -> int | None:
+        """Return the end of an object, array or string; None if it has not come."""
         for at, one in enumerate(self._rest):
             if self._in_string:
                 self._in_string = self._escaped or one != '"'
                 self._escaped = one == "\\" and not self._escaped
             elif one == '"':
                 self._in_string = True
-            elif one in "{}":
-                self._depth += 1 if one == "{" else -1
-                if not self._depth:
-                    self._closes = True
-                    end = at + 1
-                    break
-        taken, self._rest = self._rest[:end], self._rest[end:]
-        return taken
+            elif one in "{}[]":
+                self._depth += 1 if one in "{[" else -1
+            if not self._depth and not self._in_string:
+                return at + 1
+        return None
 
 
 def _name(written: str) -> str | None:

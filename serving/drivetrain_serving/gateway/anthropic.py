@@ -27,6 +27,8 @@ _OWN: Final = (
 _REFUSED: Final = ("container", "mcp_servers", "logprobs", "top_logprobs", "n")
 _ACCOUNTING: Final = "x-anthropic-billing-header:"
 """Beginning of a system block that some agents change with each request; it is not for the model."""
+_ALTERNATIVES: Final = ("allOf", "anyOf", "const", "enum", "oneOf")
+"""Keywords of a schema without a type, whose values need not be objects."""
 _CHOICES: Final = {"auto": "auto", "none": "none", "any": "required"}
 _STOP_REASONS: Final[Mapping[FinishReasonName, types.StopReason]] = {
     "stop": "end_turn",
@@ -83,6 +85,8 @@ def to_chat(body: Mapping[str, object], template: str) -> Json:
     choice = body.get("tool_choice")
     if choice is not None:
         chat["tool_choice"] = _choice(choice)
+    if chat.get("tool_choice") not in (None, "auto", "none"):
+        _check_inputs(chat.get("tools", ()))
     if isinstance(choice, Mapping) and choice.get("disable_parallel_tool_use"):
         chat["parallel_tool_calls"] = False
     thinking = body.get("thinking")
@@ -104,6 +108,18 @@ def _choice(choice: object) -> object:
         f"tool_choice={shown(choice)}: expected a type of auto, any or none, or of tool with a name",
         field="tool_choice",
     )
+
+
+def _check_inputs(tools: Sequence[Json]) -> None:
+    """Refuse tools whose demanded call might have an input that is no object; Anthropic's messages hold no others."""
+    for index, tool in enumerate(tools):
+        schema = tool["function"]["parameters"]
+        if "type" not in schema and any(key in schema for key in _ALTERNATIVES):
+            where = f"tools.{index}.input_schema"
+            raise InvalidRequest(
+                f"{where}={shown(schema)}: the input of a demanded call is an object; give a schema of type object",
+                field=where,
+            )
 
 
 def _format(output: object) -> Json:
@@ -191,6 +207,11 @@ def _tool(tool: object, where: str) -> Json:
         case {"type": str(kind)} if kind != "custom":
             pass
         case {"name": str(name), "input_schema": dict(schema), **more}:
+            if schema.get("type", "object") != "object":
+                raise InvalidRequest(
+                    f"{where}.input_schema.type={shown(schema['type'])}: expected 'object'",
+                    field=f"{where}.input_schema.type",
+                )
             described = {"description": more["description"]} if more.get("description") else {}
             return {"type": "function", "function": {"name": name, **described, "parameters": schema}}
     raise InvalidRequest(f"{where}={shown(tool)}: expected a tool with a name and an input_schema", field=where)

@@ -11,7 +11,7 @@ from drivetrain.checks.safe_repr import shown
 from drivetrain.errors import DrivetrainError, InvalidRequest
 from drivetrain.openai.forced_calls import add_parts
 from drivetrain.openai.responses import FinishReasonName, ToolCall, ToolCallDelta
-from drivetrain.tool_calls.functions import as_arguments
+from drivetrain.tool_calls import strict_json
 from drivetrain_serving.gateway import answer_types as types
 from drivetrain_serving.http_layer.bodies import list_of
 from drivetrain_serving.http_layer.error_statuses import described
@@ -347,7 +347,11 @@ def _call(call: ToolCall) -> types.FunctionCallItem:
 
 
 def _status_of(arguments: str) -> types.ItemStatus:
-    return "incomplete" if as_arguments(arguments) is None else "completed"
+    try:
+        strict_json.loads(arguments)
+    except ValueError:  # the call of a named function was cut off
+        return "incomplete"
+    return "completed"
 
 
 def _usage(usage: DetailedUsage) -> types.ResponseUsage:

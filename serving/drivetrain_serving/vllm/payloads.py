@@ -160,7 +160,7 @@ def read_chat(body: Mapping[str, object], template: str, *, stream: bool) -> Cha
         if fields.get("tool_choice") == "auto":
             del fields["tool_choice"]
     elif isinstance(fields["tools"], list):
-        fields["tools"] = [_not_strict(tool) for tool in fields["tools"]]
+        fields["tools"] = [_plain_tool(tool) for tool in fields["tools"]]
     if fields.get("logprobs") is None or fields["logprobs"] is False:
         fields.pop("logprobs", None)
         if not fields.get("top_logprobs"):
@@ -171,11 +171,14 @@ def read_chat(body: Mapping[str, object], template: str, *, stream: bool) -> Cha
     return _parsed(ChatRequest, fields, stream)
 
 
-def _not_strict(tool: object) -> object:
-    """Leave ``strict`` out of a tool: OpenAI's helpers always send it, and check the arguments themselves."""
+def _plain_tool(tool: object) -> object:
+    """Leave nulls and ``strict`` out of a tool: OpenAI's helpers always send it, and check the arguments themselves."""
     match tool:
-        case {"function": {"strict": True, **function}, **more}:
-            return {**more, "function": function}
+        case {"function": dict(function), **more}:
+            given = {name: value for name, value in function.items() if value is not None}
+            if given.get("strict") is True:
+                del given["strict"]
+            return {**more, "function": given}
     return tool
 
 
