@@ -24,7 +24,8 @@ class SessionConfig(BaseModel):
     most_sessions: PositiveInt = Field(default=10_000, description="Maximum number of sessions.")
     most_turns: PositiveInt = Field(default=4096, description="Maximum number of turns of a session.")
     memory_bytes: PositiveInt = Field(
-        default=1 << 30, description="Memory for ids and logprobs; the least recently used beyond it go to disk."
+        default=1 << 30,
+        description="Memory for ids, logprobs, experts and masks; the least recently used beyond it go to disk.",
     )
     disk_bytes: int = Field(
         default=64 << 30, ge=0, description="Disk space for them; beyond it, new turns are refused."
@@ -34,7 +35,14 @@ class SessionConfig(BaseModel):
         description="Folder in which a temporary folder for them is made, and removed at the end; None: the system's.",
     )
     routed_experts: bool = Field(
-        default=False, description="Record the experts that each sampled token was routed to, where the engine can."
+        default=False,
+        description="Record the experts that each sampled token was routed to; an engine that cannot refuses the "
+        "turns. ``return_routed_experts`` of a request overrides it.",
+    )
+    sampling_mask: bool = Field(
+        default=False,
+        description="Record the ids that were left to draw each sampled token from; an engine that cannot refuses the "
+        "turns. ``return_sampling_mask`` of a request overrides it.",
     )
 
     @field_validator("folder")

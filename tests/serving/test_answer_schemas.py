@@ -338,7 +338,7 @@ async def test_calls_of_tools_are_as_the_document_says(model: Path, tmp_path: Pa
             answer = await site.post(f"/{path}", tools=tools[given.removeprefix("v1/")], **asked)
             assert "add" in answer.text, "the tool is called"
         trajectory = (await site.get("/sessions/a/trajectory")).json()
-        assert all(branch["routed_experts"] for branch in trajectory["branches"])
+        assert all(turn["routed_experts"] for turn in trajectory["turns"])
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import openai
 import pytest
 import pytest_asyncio
@@ -231,9 +233,12 @@ async def test_experts_are_recorded_if_told_to(talking: Talking) -> None:
     backend.says = ["well", "good"]
     async with gateway_of(engine, routed_experts=True) as gateway:
         await gateway.talk(["hello", "go on"])
-        (branch,) = await gateway.branches()
-    expected = [[[i]] if one else None for i, one in zip(branch["token_ids"], branch["loss_mask"], strict=True)]
-    assert branch["routed_experts"] == expected
+        trajectory = await gateway.trajectory()
+    (branch,) = trajectory["branches"]
+    packed = [turn["routed_experts"] for turn in trajectory["turns"]]
+    assert [(one["shape"][1:], one["dtype"]) for one in packed] == [([1, 1], "uint16")] * 2
+    found = [np.frombuffer(base64.b64decode(one["data"]), "<u2").tolist() for one in packed]
+    assert found == sampled(branch), "the backend's expert of a token is its id"
 
 
 class Add(BaseModel):

@@ -30,12 +30,31 @@ class TrajectoryBranch(TypedDict):
     """1 for sampled tokens, 0 for those of prompts."""
     logprobs: list[float | None]
     weight_versions: list[WeightSpan]
-    routed_experts: list[list[list[int]] | None] | None
     shared_length: int
     """Number of tokens that belong to earlier branches too."""
     begins_because: str | None
     continues: int | None
     finish_reason: str
+
+
+class PackedExperts(TypedDict):
+    """Experts of consecutive tokens."""
+
+    shape: list[int]
+    """Number of tokens, of layers with experts, and of experts per token."""
+    dtype: Literal["uint8", "uint16"]
+    data: bytes
+    """The ids in this order, little-endian; base64 in JSON."""
+
+
+class PackedMask(TypedDict):
+    """The ids that each sampled token was drawn from, as :class:`~drivetrain.SamplingMask` packs them."""
+
+    vocab_size: int
+    positions: int
+    """Number of sampled tokens."""
+    data: bytes
+    """``SamplingMask.packed``; base64 in JSON."""
 
 
 class TrajectoryTurn(TypedDict):
@@ -51,6 +70,13 @@ class TrajectoryTurn(TypedDict):
     logprobs_mode: str | None
     model: str
     sampling_params: dict[str, float | int | None]
+    routed_experts: PackedExperts | None
+    """Experts of the pass that drew each sampled token; None if not asked for."""
+    prompt_routed_experts: PackedExperts | None
+    """Experts of the prompt's tokens from ``prompt_routed_experts_start`` on; None if not asked for."""
+    prompt_routed_experts_start: int | None
+    """The last token of the turn that this one extends, which was not read before; else 0."""
+    sampling_mask: PackedMask | None
     ended: float
 
 

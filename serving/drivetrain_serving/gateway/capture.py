@@ -184,11 +184,15 @@ class Capture:
             reason = DISCONNECT
             if not completion.token_ids:
                 return
+        of_prompt, mask = completion.prompt_routed_experts, completion.sampling_mask
         record = Record(
             packed_ids(prepared.new_ids),
             packed_ids(completion.token_ids),
             packed_logprobs(completion.logprobs or ()),
             completion.routed_experts,
+            None if of_prompt is None else of_prompt[prepared.first_read :],
+            None if mask is None else mask.packed,
+            0 if mask is None else mask.vocab_size,
         )
         params = SamplingParams.model_validate(asked.call.params)
         self._sessions.records.touch([turn.record for turn in prepared.path])
@@ -205,6 +209,7 @@ class Capture:
             weight_versions=completion.weight_versions,
             logprobs_mode=completion.logprobs_mode.value if completion.logprobs_mode else None,
             model=asked.model,
+            first_read=prepared.first_read,
             sampling_params={name: getattr(params, name) for name in _RECORDED},
             ended=time.time(),
             record=self._sessions.records.put(record, session.file),

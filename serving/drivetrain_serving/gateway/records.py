@@ -31,6 +31,12 @@ class Record(msgspec.Struct, frozen=True):
     logprobs: bytes
     """One double for each sampled id."""
     routed_experts: RoutedExperts | None = None
+    """Experts of the pass that drew each sampled id; None if not asked for."""
+    prompt_routed_experts: RoutedExperts | None = None
+    """Experts of the prompt's ids that the turn's pass was the first to read; None if not asked for."""
+    mask: bytes | None = None
+    """``packed`` of a SamplingMask over ``mask_vocab_size`` ids; None if not asked for."""
+    mask_vocab_size: int = 0
 
 
 def packed_ids(ids: Sequence[int]) -> bytes:

@@ -10,6 +10,7 @@ from typing import Final
 from pydantic import Field, JsonValue
 
 from drivetrain_serving.http_layer.route_docs import Fields
+from drivetrain_serving.vllm.payloads import ChatRequest
 
 _OBJECTS: Final[dict[str, JsonValue]] = {"type": ["array", "null"], "items": {"type": "object"}}
 _TEXTS: Final[dict[str, JsonValue]] = {"type": ["string", "array", "null"], "items": {"type": "object"}}
@@ -19,7 +20,29 @@ _FLAG: Final[dict[str, JsonValue]] = {"type": ["boolean", "null"]}
 _OBJECT: Final[dict[str, JsonValue]] = {"type": ["object", "null"]}
 
 
-class _AgentFields(Fields):
+class _Recorded(Fields):
+    return_routed_experts: object = Field(
+        default=None,
+        description="Record the experts of the sampled tokens; null: as the server is set.",
+        json_schema_extra=_FLAG,
+    )
+    return_prompt_routed_experts: object = Field(
+        default=None, description="Record the experts of the prompt's new tokens.", json_schema_extra=_FLAG
+    )
+    return_sampling_mask: object = Field(
+        default=None,
+        description="Record the ids that each sampled token was drawn from; null: as the server is set.",
+        json_schema_extra=_FLAG,
+    )
+
+
+class SessionChatRequest(ChatRequest, _Recorded):
+    """A request to ``/v1/chat/completions`` of a session."""
+
+    model_config = ChatRequest.model_config
+
+
+class _AgentFields(_Recorded):
     model: object = Field(
         default=None, description="Name of the model or an adapter.", json_schema_extra={"type": ["string", "null"]}
     )

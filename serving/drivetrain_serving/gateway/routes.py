@@ -25,7 +25,8 @@ from drivetrain_serving.gateway import answer_types as types
 from drivetrain_serving.gateway import anthropic, openai_responses
 from drivetrain_serving.gateway.capture import Asked, Capture
 from drivetrain_serving.gateway.errors import error_answer
-from drivetrain_serving.gateway.request_fields import MessagesRequest, ResponsesRequest
+from drivetrain_serving.gateway.recorded_extras import split_extras
+from drivetrain_serving.gateway.request_fields import MessagesRequest, ResponsesRequest, SessionChatRequest
 from drivetrain_serving.gateway.session_turns import Session
 from drivetrain_serving.gateway.sessions import Sessions
 from drivetrain_serving.gateway.trajectory import trajectory_of
@@ -98,7 +99,7 @@ class SessionRoutes:
     # Agents ------------------------------------------------------------------------------------------------------
 
     @documented(
-        body=ChatRequest,
+        body=SessionChatRequest,
         statuses=_STATUSES,
         media=(JSON, STREAM),
         answer=ChatCompletion,
@@ -251,10 +252,12 @@ class SessionRoutes:
 
     async def _read(self, body: Mapping[str, object]) -> tuple[ChatRequest, Call]:
         """Read a chat completion request, and translate it to a call of the engine."""
+        extras, body = split_extras(body, self._served.config.sessions)
         body = self._translated(body, self._served)
         payload = read_chat(body, self._template, stream=body.get("stream") is True)
         call = chat_call(payload)
-        return payload, dataclasses.replace(call, lora=await self._served.adapter_of(payload.model) or call.lora)
+        lora = await self._served.adapter_of(payload.model) or call.lora
+        return payload, dataclasses.replace(call, lora=lora, params={**call.params, **extras})
 
     async def _asked(self, session: Session, payload: ChatRequest, call: Call) -> Asked:
         """Return the request with the prompt's ids, which extend an earlier turn's where its messages do."""
@@ -270,8 +273,6 @@ class SessionRoutes:
                 lambda: prepare(engine.tokenizer, session, prompt, length, adapter=call.lora, keep_answers=keep)
             )
         params = self._served.with_logprobs({"logprobs": 0, **call.params}, payload.prompt_logprobs)
-        if self._served.config.sessions.routed_experts:
-            params["return_routed_experts"] = True
         ids = TokenPrompt.model_construct(token_ids=tuple(prepared.token_ids), media=())
         ready = dataclasses.replace(with_own_id(call), prompts=(ids,), params=params)
         name = call.lora or payload.model or self._served.name

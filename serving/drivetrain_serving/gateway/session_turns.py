@@ -40,6 +40,8 @@ class Turn:
     """The distribution that the logprobs belong to."""
     model: str
     """Name of the model or adapter that the request named."""
+    first_read: int
+    """The prompt's first id that no earlier turn's model has read."""
     sampling_params: Mapping[str, float | int | None]
     """Fields of the request that shape the distribution of its ids."""
     ended: float

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from drivetrain.openai.choices import json_logprob
 from drivetrain.openai.responses import WeightSpan
+from drivetrain.types.sampling_mask import SamplingMask
 from drivetrain_serving.gateway.answer_types import Trajectory, TrajectoryBranch, TrajectoryTurn
+from drivetrain_serving.gateway.recorded_extras import packed_experts, packed_mask
 from drivetrain_serving.gateway.records import unpacked_ids, unpacked_logprobs
 from drivetrain_serving.gateway.session_turns import Session, Turn, leaves_of
 
@@ -34,8 +36,6 @@ def _branch(index: int, path: list[Turn], seen: set[int]) -> TrajectoryBranch:
     mask: list[int] = []
     logprobs: list[float | None] = []
     spans: list[WeightSpan] = []
-    experts: list[list[list[int]] | None] = []
-    has_experts = False
     shared = 0
     for turn in path:
         record = turn.record.read()
@@ -50,9 +50,6 @@ def _branch(index: int, path: list[Turn], seen: set[int]) -> TrajectoryBranch:
         spans.extend(
             {"version": span.version, "start": at + span.start, "end": at + span.end} for span in turn.weight_versions
         )
-        experts += [None] * len(prompt)
-        experts += [None] * len(sampled) if record.routed_experts is None else record.routed_experts.tolist()
-        has_experts = has_experts or record.routed_experts is not None
         if turn.number in seen:
             shared = len(ids)
     return {
@@ -62,7 +59,6 @@ def _branch(index: int, path: list[Turn], seen: set[int]) -> TrajectoryBranch:
         "loss_mask": mask,
         "logprobs": logprobs,
         "weight_versions": spans,
-        "routed_experts": experts if has_experts else None,
         "shared_length": shared,
         "begins_because": path[0].begins_because,
         "continues": path[0].continues,
@@ -71,6 +67,8 @@ def _branch(index: int, path: list[Turn], seen: set[int]) -> TrajectoryBranch:
 
 
 def _turn(turn: Turn) -> TrajectoryTurn:
+    record = turn.record.read()
+    mask = None if record.mask is None else SamplingMask(record.mask_vocab_size, record.mask)
     return {
         "turn": turn.number,
         "parent": turn.parent,
@@ -82,5 +80,9 @@ def _turn(turn: Turn) -> TrajectoryTurn:
         "logprobs_mode": turn.logprobs_mode,
         "model": turn.model,
         "sampling_params": dict(turn.sampling_params),
+        "routed_experts": packed_experts(record.routed_experts),
+        "prompt_routed_experts": packed_experts(record.prompt_routed_experts),
+        "prompt_routed_experts_start": None if record.prompt_routed_experts is None else turn.first_read,
+        "sampling_mask": packed_mask(mask),
         "ended": turn.ended,
     }

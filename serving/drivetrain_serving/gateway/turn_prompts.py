@@ -45,6 +45,11 @@ class PreparedPrompt:
         """The ids after the parent's."""
         return self.token_ids[self.parent.length :] if self.parent else self.token_ids
 
+    @property
+    def first_read(self) -> int:
+        """The first id that no earlier turn's model has read: the parent's last, which was sampled at its end."""
+        return max(self.parent.length - 1, 0) if self.parent else 0
+
 
 def prepare(
     tokenizer: Tokenizer,
