@@ -16,6 +16,7 @@ from drivetrain import InferenceEngine, TokenPrompt, create_engine
 from drivetrain.testing import tiny_model
 from drivetrain.types.outputs import Completion
 from drivetrain_serving import Server, ServerConfig
+from drivetrain_serving.sglang import routed_experts
 from drivetrain_serving.sglang.routed_experts import layers_with_experts
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -57,6 +58,13 @@ def decoded(meta: dict[str, Any], layers: int) -> Any:
 async def direct(engine: InferenceEngine) -> Completion:
     asked = {**GREEDY, "return_routed_experts": True, "return_prompt_routed_experts": True}
     return (await engine.generate([TokenPrompt(token_ids=tuple(PROMPT))], asked)).completions[0]
+
+
+async def test_the_models_file_is_read_once(mixture: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, client, _ = mixture
+    await generated(client)
+    monkeypatch.setattr(routed_experts, "model_file", None)  # a further read would fail
+    await generated(client, sampling_params={**GREEDY, "n": 2})
 
 
 async def test_all_tokens_but_the_last_have_experts(mixture: Served) -> None:

@@ -18,7 +18,7 @@ from drivetrain.types.sampling_mask import SamplingMask
 from drivetrain_serving.sglang.answer_types import FinishReason as Ended
 from drivetrain_serving.sglang.answer_types import Generated, MetaInfo, TokenEntry
 from drivetrain_serving.sglang.generate_request import Asked, Generation
-from drivetrain_serving.sglang.routed_experts import packed_experts
+from drivetrain_serving.sglang.routed_experts import PackedExperts
 
 
 @dataclass(slots=True)
@@ -38,12 +38,16 @@ class GenerateAnswers:
         asked: The request.
         engine: The engine.
         prompt_lengths: Number of tokens of each prompt.
+        experts: Packs the experts of completions.
     """
 
-    def __init__(self, asked: Generation, engine: InferenceEngine, prompt_lengths: Sequence[int]) -> None:
+    def __init__(
+        self, asked: Generation, engine: InferenceEngine, prompt_lengths: Sequence[int], experts: PackedExperts
+    ) -> None:
         self._asked = asked
         self._engine = engine
         self._lengths = prompt_lengths
+        self._experts = experts
         self._begun = monotonic()
         self._growing: dict[str, _Growing] = {}
         self._texts: dict[int, str] = {}
@@ -107,7 +111,7 @@ class GenerateAnswers:
             _add_top_p_token_ids(meta, completion.sampling_mask)
         if self._asked.body.return_routed_experts:
             start = self._asked.body.routed_experts_start_len or 0
-            if (experts := packed_experts(completion, start, self._engine.config)) is not None:
+            if (experts := self._experts.of(completion, start)) is not None:
                 meta["routed_experts"] = experts
         text = text_of(completion, asked, self._engine)
         answer: Generated = {"text": text, "output_ids": completion.token_ids, "meta_info": meta}

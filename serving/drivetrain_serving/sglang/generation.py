@@ -21,7 +21,7 @@ from drivetrain_serving.sglang.answer_types import Generated
 from drivetrain_serving.sglang.errors import BrokenContract, StreamErrorBody, contract_answer, stream_body
 from drivetrain_serving.sglang.generate_answers import GenerateAnswers
 from drivetrain_serving.sglang.generate_request import GenerateBody, Generation, read_generate
-from drivetrain_serving.sglang.routed_experts import expert_params
+from drivetrain_serving.sglang.routed_experts import PackedExperts, expert_params
 
 
 class GenerateRoute:
@@ -29,6 +29,7 @@ class GenerateRoute:
 
     def __init__(self, served: ServedEngine) -> None:
         self._served = served
+        self._experts = PackedExperts(served.engine.config)
 
     @documented(
         body=GenerateBody,
@@ -65,7 +66,7 @@ class GenerateRoute:
             )
         _check_starts(asked, prompts)
         asked = dataclasses.replace(asked, prompts=prompts, params=_with_experts(asked, prompts), lora=lora)
-        answers = GenerateAnswers(asked, engine, [len(prompt.token_ids) for prompt in prompts])
+        answers = GenerateAnswers(asked, engine, [len(prompt.token_ids) for prompt in prompts], self._experts)
         if asked.body.stream:
             return await event_stream(self._events(asked, answers), stream_body)
         with asked.call.refusals(), self._known(asked):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from drivetrain.backend.toolkit.model_folder import levels_in, model_file
@@ -26,43 +27,56 @@ def expert_params(start: int, prompt_length: int) -> Mapping[str, object]:
     return {"return_routed_experts": True, "return_prompt_routed_experts": start < prompt_length - 1}
 
 
-def packed_experts(completion: Completion, start: int, config: EngineConfig) -> str | None:
-    """Return the experts of all tokens from ``start`` on but the last: base64 of int32, little-endian.
+class PackedExperts:
+    """Packs experts in the form of SGLang. ``config.json`` is read once, when it is first needed.
 
-    The ids are of shape (tokens, layers, experts per token). A layer without experts has zeros, as in SGLang.
-
-    Returns:
-        None if the request was aborted before its prompt was read.
-
-    Raises:
-        UnsupportedCapability: Some layers have no experts, and ``config.json`` does not say which.
+    Args:
+        config: The engine's configuration, which names the model.
     """
-    last = len(completion.prompt_token_ids) - 1
-    of_output, of_prompt = completion.routed_experts, completion.prompt_routed_experts
-    if of_output is None or (start < last and of_prompt is None):
-        return None
-    experts = of_output[start - last :] if of_prompt is None else of_prompt[start:last] + of_output
-    return b64encode(_in_all_layers(experts, config).astype("<i4").tobytes()).decode()
 
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
 
-def _in_all_layers(experts: RoutedExperts, config: EngineConfig) -> NDArray[np.integer]:
-    import numpy as np
+    def of(self, completion: Completion, start: int) -> str | None:
+        """Return the experts of all tokens from ``start`` on but the last: base64 of int32, little-endian.
 
-    ids = experts.to_numpy()
-    fields = {name: value for level in levels_in(model_file(config, "config.json")) for name, value in level.items()}
-    layers = fields.get("num_hidden_layers")
-    if not len(experts) or not isinstance(layers, int) or layers == experts.layers:
-        return ids
-    sparse = layers_with_experts(fields, layers)
-    if len(sparse) != experts.layers:
-        raise UnsupportedCapability(
-            f"return_routed_experts=True: {experts.layers} of the model's {layers} layers have experts, and its "
-            "config.json does not say which; leave it out",
-            capability=Capability.ROUTED_EXPERTS.value,
-        )
-    placed = np.zeros((len(experts), layers, experts.experts_per_token), dtype=ids.dtype)
-    placed[:, sparse] = ids
-    return placed
+        The ids are of shape (tokens, layers, experts per token). A layer without experts has zeros, as in SGLang.
+
+        Returns:
+            None if the request was aborted before its prompt was read.
+
+        Raises:
+            UnsupportedCapability: Some layers have no experts, and ``config.json`` does not say which.
+        """
+        last = len(completion.prompt_token_ids) - 1
+        of_output, of_prompt = completion.routed_experts, completion.prompt_routed_experts
+        if of_output is None or (start < last and of_prompt is None):
+            return None
+        experts = of_output[start - last :] if of_prompt is None else of_prompt[start:last] + of_output
+        return b64encode(self._in_all_layers(experts).astype("<i4").tobytes()).decode()
+
+    @cached_property
+    def _fields(self) -> Mapping[str, object]:
+        """Fields of ``config.json``; those of the language model win."""
+        levels = levels_in(model_file(self._config, "config.json"))
+        return {name: value for level in levels for name, value in level.items()}
+
+    def _in_all_layers(self, experts: RoutedExperts) -> NDArray[np.integer]:
+        import numpy as np
+
+        ids, layers = experts.to_numpy(), self._fields.get("num_hidden_layers")
+        if not len(experts) or not isinstance(layers, int) or layers == experts.layers:
+            return ids
+        sparse = layers_with_experts(self._fields, layers)
+        if len(sparse) != experts.layers:
+            raise UnsupportedCapability(
+                f"return_routed_experts=True: {experts.layers} of the model's {layers} layers have experts, and its "
+                "config.json does not say which; leave it out",
+                capability=Capability.ROUTED_EXPERTS.value,
+            )
+        placed = np.zeros((len(experts), layers, experts.experts_per_token), dtype=ids.dtype)
+        placed[:, sparse] = ids
+        return placed
 
 
 def layers_with_experts(fields: Mapping[str, object], layers: int) -> Sequence[int]:
