@@ -33,6 +33,7 @@ from drivetrain_serving.vllm import errors as vllm_errors
 from drivetrain_serving.vllm.answer_types import VllmServerInfo
 from drivetrain_serving.vllm.collective_rpc import CollectiveRpcRoute
 from drivetrain_serving.vllm.control import ControlRoutes
+from drivetrain_serving.vllm.derender import DerenderRoutes
 from drivetrain_serving.vllm.embeddings import EmbeddingRoute
 from drivetrain_serving.vllm.generation import GenerationRoutes
 from drivetrain_serving.vllm.render import RenderRoutes
@@ -84,6 +85,7 @@ def application(served: ServedEngine) -> Starlette:
         else GenerationRoutes(served)
     )
     render = RenderRoutes(served, header_ids=not sglang)
+    derender = DerenderRoutes(served)
     tokens = TokenRoutes(served)
     status = StatusRoutes(served)
     more = sglang_routes.always()
@@ -115,6 +117,8 @@ def application(served: ServedEngine) -> Starlette:
         "/v1/embeddings": EmbeddingRoute(served, header_ids=not sglang).embeddings,
         "/v1/chat/completions/render": render.chat_completions,
         "/v1/completions/render": render.completions,
+        "/v1/chat/completions/derender": derender.chat_completions,
+        "/v1/completions/derender": derender.completions,
         "/inference/v1/generate": generation.generate,
         "/inference/v1/abort_requests": control.abort_generations,
         "/tokenize": tokens.tokenize,

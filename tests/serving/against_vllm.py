@@ -6,17 +6,15 @@ Run in the environment that holds vLLM: ``make test-vllm-routes``.
 from __future__ import annotations
 
 import asyncio
-import shutil
-from pathlib import Path
 from typing import Any, Final
 
 import pytest
 from vllm_cpu_server import launch_of
 
 from drivetrain import EngineConfig, create_engine
-from drivetrain.testing import tiny_model
 from drivetrain_conformance.harness.server_suite import Server as VLLMServer
 from drivetrain_serving import Server, ServerConfig
+from models_with_tools import model_that_reads_tools
 from two_servers import Answers, Asked, answers, compare
 
 MESSAGES: Final = [{"role": "user", "content": "hello"}]
@@ -48,6 +46,10 @@ TOLD: Final = {
     "logit_bias": {"93": 100, "9": -100, "10": -100, "13": -100, "32": -100},
 }  # fmt: skip
 """The bias ends an array as soon as it may, and forbids white space."""
+LISTED, TRUE, NULL = (
+    {"type": "function", "function": {"name": "tell", "parameters": parameters}}
+    for parameters in ({"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 1}, True, None)
+)
 STREAMED: Final = {"stream": True, "stream_options": {"include_usage": True}}
 ECHOED: Final = {"prompt": [5, 6], **SHORT, "echo": True}
 _SCHEMA: Final = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "integer"}}}
@@ -59,6 +61,34 @@ def _chat(name: str, **fields: object) -> Asked:
 
 def _echo(name: str, **fields: object) -> Asked:
     return Asked(name, "POST", "/v1/completions", {**ECHOED, **fields})
+
+
+GENERATED: Final = {
+    "request_id": "r",
+    "choices": [
+        {"index": 0, "token_ids": [104, 105], "finish_reason": "length", "logprobs": {"content": [
+            {"token_id": one, "logprob": -1.5, "rank": 1, "top_logprobs": [{"token_id": 9, "logprob": -1, "rank": 1}]}
+            for one in (104, 105)
+        ]}}
+    ],
+}  # fmt: skip
+USAGE: Final = {"request_id": "r", "choices": [], "usage": {"prompt_tokens": 2, "completion_tokens": 2}}
+CHUNK: Final = {"stream": True, "generate_chunk": GENERATED, "prompt_token_ids": [5, 6]}
+STATE: Final = {"role_sent": True, "output_token_ids": [104, 101], "output_chunk_lens": [1, 1]}
+CALL: Final = list(b'[{"name":"tell","parameters":{"sure":true}}]')
+_TOLD_CHAT: Final = {"messages": MESSAGES}
+_CALLED: Final = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": "required"}
+_TEXTS: Final = "/v1/completions"
+
+
+def _generated(**fields: object) -> dict[str, object]:
+    return {"request_id": "r", "choices": [{"index": 0, "finish_reason": "stop", **fields}]}
+
+
+def _derender(name: str, path: str = "/v1/chat/completions", **body: object) -> Asked:
+    # Audio and annotations, and the parts of a call that only its first chunk has.
+    lacks = (*_CHAT, "chunk.choices.[].delta.tool_calls.[].type")
+    return Asked(f"derendered {name}", "POST", f"{path}/derender", body, lacks)
 
 
 ASKED: Final = (
@@ -107,6 +137,10 @@ ASKED: Final = (
     _chat("required call, cut off", tool_choice="required", max_tokens=3),
     _chat("call of a function", tool_choice=TELL),
     _chat("call of a function, streamed", tool_choice=TELL, **STREAMED),
+    _chat("required call with a list, streamed", tools=[LISTED], tool_choice="required", stream=True),
+    _chat("call of a function with a list", tools=[LISTED], tool_choice=TELL),
+    _chat("parameters that are no object", tools=[TRUE], tool_choice="required"),
+    _chat("parameters that are null", tools=[NULL], tool_choice="required"),
     _chat("call of a function, cut off", tool_choice=TELL, max_tokens=3),
     _chat("one call at most", tool_choice="auto", parallel_tool_calls=False, max_tokens=4),
     _chat("calls allowed", tool_choice="auto", parallel_tool_calls=True, max_tokens=4, stream=True),
@@ -172,6 +206,25 @@ ASKED: Final = (
     Asked("rendered for an unknown model", "POST", "/v1/completions/render", {"prompt": [5], "model": "another"}),
     Asked("too long to render", "POST", "/v1/completions/render", {"prompt": [5] * 5000}),
     Asked("wrong value to render", "POST", "/v1/completions/render", {"prompt": [5], "temperature": -1}),
+    _derender("chat", generate_response=GENERATED, chat_request=_TOLD_CHAT, prompt_token_ids=[5, 6], prompt_tokens=2),
+    _derender("chat of an unknown model", generate_response=GENERATED, chat_request=_TOLD_CHAT, model="another"),
+    _derender("chat without a response", chat_request=_TOLD_CHAT),
+    _derender("chat without ids", generate_response=_generated(token_ids=[]), chat_request=_TOLD_CHAT),
+    _derender("chat that is too long", generate_response=_generated(token_ids=[5] * 5000), chat_request=_TOLD_CHAT),
+    _derender("chat of another mode", generate_response={**GENERATED, "output_mode": "text"}, chat_request=_TOLD_CHAT),
+    _derender("required call", generate_response=_generated(token_ids=CALL), chat_request=_CALLED),
+    _derender("first chunk", **CHUNK, chat_request=_TOLD_CHAT),
+    _derender("next chunk", **CHUNK, chat_request=_TOLD_CHAT, stream_state=STATE),
+    _derender("last chunk", **CHUNK | {"generate_chunk": USAGE}, chat_request=_TOLD_CHAT, stream_state=STATE),
+    _derender("chunk of a call", **CHUNK | {"generate_chunk": _generated(token_ids=CALL)}, chat_request=_CALLED),
+    _derender("chunk of two", **CHUNK | {"generate_chunk": {**GENERATED, "choices": [{"index": 0}, {"index": 1}]}},
+              chat_request=_TOLD_CHAT),
+    _derender("wrong state", **CHUNK, chat_request=_TOLD_CHAT, stream_state={"output_token_ids": [5]}),
+    _derender("completions", _TEXTS, generate_responses=[GENERATED, GENERATED], prompt_tokens=[2, 3]),
+    _derender("no completions", _TEXTS, generate_responses=[]),
+    _derender("counts of others", _TEXTS, generate_responses=[GENERATED], prompt_tokens=[1, 2]),
+    _derender("chunk of text", _TEXTS, stream=True, generate_chunk=GENERATED, prompt_token_ids=[5, 6]),
+    _derender("last chunk of text", _TEXTS, stream=True, generate_chunk=USAGE),
     Asked("abort of generations", "POST", "/inference/v1/abort_requests", {"request_ids": ["none"]}),
     Asked("abort of no generations", "POST", "/inference/v1/abort_requests", {"request_ids": []}),
     Asked("abort of generations without ids", "POST", "/inference/v1/abort_requests", {}),
@@ -192,16 +245,6 @@ ASKED: Final = (
     Asked("version of weights", "GET", "/weight_info"),
     Asked("label", "POST", "/update_weight_version", {"new_version": "renamed"}),
 )  # fmt: skip
-
-
-def model_that_reads_tools(folder: Path) -> Path:
-    """Return a copy of the tiny model whose chat template shows the tools."""
-    shutil.copytree(tiny_model("qwen2"), folder)
-    template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    (folder / "chat_template.jinja").write_text(
-        "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}" + template, encoding="utf-8"
-    )
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -128,6 +128,13 @@ async def ask_for_tokens(site: Site) -> None:
     for more in ({}, streamed):
         await site.post("/v1/completions/render", prompt=[IDS, IDS], **more)
         await site.post("/v1/chat/completions/render", messages=MESSAGES, **more)
+    generated = {"request_id": "r", "choices": [{"token_ids": IDS, "finish_reason": "length"}]}
+    for path, name in (("/v1/completions", "generate_responses"), ("/v1/chat/completions", "generate_response")):
+        await site.post(f"{path}/derender", **{name: [generated] if name.endswith("s") else generated})
+        chunk = (await site.post(f"{path}/derender", stream=True, generate_chunk=generated)).json()
+        state = chunk["stream_state"]
+        await site.post(f"{path}/derender", stream=True, generate_chunk=generated, stream_state=state)
+        await site.post(f"{path}/derender", 400)
     await site.post("/v1/completions/render", 404, prompt=IDS, model="nobody")
     await site.post("/v1/chat/completions/render", 400, messages=[])
 

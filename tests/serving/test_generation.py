@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import io
 import json
-import shutil
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -22,6 +21,7 @@ from drivetrain.testing import tiny_model
 from drivetrain_serving import Server, ServerConfig
 from drivetrain_serving.vllm.payloads import read_chat
 from engines import HANGING
+from models_with_tools import model_that_reads_tools
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -525,11 +525,7 @@ DEMANDING: dict[str, Any] = {
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def told(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[httpx.AsyncClient]:
     """A client of a server whose model is shown the tools. Its answers are compared with the server's document."""
-    folder = tmp_path_factory.mktemp("models") / "tools"
-    shutil.copytree(tiny_model(), folder)
-    template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    tools = "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
-    (folder / "chat_template.jinja").write_text(tools + template, encoding="utf-8")
+    folder = model_that_reads_tools(tmp_path_factory.mktemp("models") / "tools")
     async with (
         create_engine("transformers", model=str(folder)) as engine,
         Server(engine, ServerConfig(port=0)) as server,

@@ -18,6 +18,7 @@ from drivetrain import InferenceEngine, create_engine
 from drivetrain_serving import ServerConfig, create_app
 from drivetrain_serving.sglang.generate_request import GenerateBody
 from drivetrain_serving.sglang.sampling import Sampling
+from drivetrain_serving.vllm.derender_request import DerenderChatRequest, DerenderCompletionRequest
 from drivetrain_serving.vllm.payloads import ChatRequest, CompletionRequest, GenerateRequest
 from engines import HANGING
 
@@ -59,6 +60,8 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "/v1/chat/completions": (*fields_of(ChatRequest), *VLLM),
     "/v1/completions/render": (*fields_of(CompletionRequest), *VLLM),
     "/v1/chat/completions/render": (*fields_of(ChatRequest), *VLLM),
+    "/v1/completions/derender": fields_of(DerenderCompletionRequest),
+    "/v1/chat/completions/derender": fields_of(DerenderChatRequest),
     "/v1/embeddings": ("input", "messages", "model", "encoding_format", "dimensions", "truncate_prompt_tokens"),
     "/inference/v1/generate": (*fields_of(GenerateRequest), "features", "content_parts"),
     "/generate": (*fields_of(GenerateBody), "image_data", "session_params"),

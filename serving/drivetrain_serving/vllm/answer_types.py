@@ -13,6 +13,7 @@ from drivetrain.openai.responses import (
     Ending,
     FinishReasonName,
     ToolCall,
+    ToolCallDelta,
     WeightSpan,
 )
 
@@ -313,6 +314,98 @@ class Rendered(TypedDict):
     priority: int
     kv_transfer_params: None
     ec_transfer_params: None
+
+
+class DerenderState(TypedDict):
+    """State that the client of a derendered stream sends with its next chunk. Fields that only vLLM uses are empty."""
+
+    prev_tokens: list[str]
+    prefix_offset: int
+    read_offset: int
+    role_sent: bool
+    logprob_context_token_ids: Ids
+    logprob_text_offset: int
+    """Number of characters so far."""
+    output_token_ids: Ids
+    """Ids so far: all if calls may be among them, else the last 64."""
+    output_chunk_lens: list[int]
+    """Number of them in each chunk."""
+    tools_streamed: bool
+    last_tool_call_ids: list[str]
+
+
+class DerenderedDelta(TypedDict):
+    """New parts of a message."""
+
+    role: Literal["assistant"] | None
+    content: str | None
+    reasoning: None
+    tool_calls: NotRequired[list[ToolCallDelta]]
+
+
+class DerenderedChatChoice(TypedDict):
+    """New parts of one choice."""
+
+    index: int
+    delta: DerenderedDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReasonName | None
+    stop_reason: int | str | None
+    token_ids: Ids | None
+
+
+class DerenderedChat(TypedDict):
+    """A chunk of a chat's stream."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[DerenderedChatChoice]
+    usage: RunningUsage | None
+    system_fingerprint: None
+    prompt_token_ids: None
+    prompt_text: None
+    metrics: None
+
+
+class DerenderedChatChunk(TypedDict):
+    """Answer of ``/v1/chat/completions/derender`` to a chunk."""
+
+    chunk: DerenderedChat
+    stream_state: DerenderState
+
+
+class DerenderedCompletionChoice(TypedDict):
+    """New parts of one choice."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReasonName | None
+    stop_reason: int | str | None
+    token_ids: None
+    prompt_token_ids: None
+
+
+class DerenderedCompletion(TypedDict):
+    """A chunk of a completion's stream."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[DerenderedCompletionChoice]
+    usage: RunningUsage | None
+    system_fingerprint: None
+    metrics: None
+
+
+class DerenderedCompletionChunk(TypedDict):
+    """Answer of ``/v1/completions/derender`` to a chunk."""
+
+    chunk: DerenderedCompletion
+    stream_state: DerenderState
 
 
 # Tokens and embeddings -----------------------------------------------------------------------------------------------
