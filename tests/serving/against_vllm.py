@@ -73,12 +73,13 @@ GENERATED: Final = {
     ],
 }  # fmt: skip
 USAGE: Final = {"request_id": "r", "choices": [], "usage": {"prompt_tokens": 2, "completion_tokens": 2}}
-CHUNK: Final = {"stream": True, "generate_chunk": GENERATED, "prompt_token_ids": [5, 6]}
+CHUNK: Final[dict[str, Any]] = {"stream": True, "generate_chunk": GENERATED, "prompt_token_ids": [5, 6]}
 STATE: Final = {"role_sent": True, "output_token_ids": [104, 101], "output_chunk_lens": [1, 1]}
 CALL: Final = list(b'[{"name":"tell","parameters":{"sure":true}}]')
 _TOLD_CHAT: Final = {"messages": MESSAGES}
 _CALLED: Final = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": "required"}
 _TEXTS: Final = "/v1/completions"
+_OF_VLLMS_STATE: Final = ("prev_tokens", "logprob_context_token_ids", "last_tool_call_ids")
 
 
 def _generated(**fields: object) -> dict[str, object]:
@@ -86,8 +87,8 @@ def _generated(**fields: object) -> dict[str, object]:
 
 
 def _derender(name: str, path: str = "/v1/chat/completions", **body: object) -> Asked:
-    # Audio and annotations, and the parts of a call that only its first chunk has.
-    lacks = (*_CHAT, "chunk.choices.[].delta.tool_calls.[].type")
+    # Audio and annotations, and parts of the state that only vLLM's own decoder and parsers read.
+    lacks = (*_CHAT, *(f"stream_state.{name}" for name in _OF_VLLMS_STATE))
     return Asked(f"derendered {name}", "POST", f"{path}/derender", body, lacks)
 
 

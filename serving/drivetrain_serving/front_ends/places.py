@@ -21,6 +21,8 @@ ANSWERED_BY_ANY: Final = frozenset(
         "/v1/chat/completions",
         "/v1/chat/completions/render",
         "/v1/completions/render",
+        "/v1/chat/completions/derender",
+        "/v1/completions/derender",
         "/v1/embeddings",
         "/inference/v1/generate",
         "/generate",
