@@ -25,7 +25,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 import warm_python
 from drivetrain import InferenceEngine, create_engine
 from drivetrain.errors import InvalidConfig
-from drivetrain.testing import tiny_model
 from drivetrain.types.modes import PauseMode
 from drivetrain_conformance.harness.case import choose
 from drivetrain_conformance.harness.report_files import CaseEntry
@@ -40,6 +39,7 @@ from drivetrain_serving import Server, ServerConfig
 from drivetrain_serving import server as server_module
 from drivetrain_serving.app import create_app
 from engines import HANGING, require_ready_and_idle
+from models_with_tools import model_that_reads_tools
 
 Json = Any
 WITHOUT_A_GPU: Final = {
@@ -49,17 +49,22 @@ WITHOUT_A_GPU: Final = {
 """Cases of NCCL and of weights kept during a sleep, which our server refuses with 501 on a machine without a GPU."""
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_that_reads_tools(tmp_path_factory.mktemp("models") / "tools")
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engine() -> AsyncIterator[InferenceEngine]:
+async def engine(model: Path) -> AsyncIterator[InferenceEngine]:
     torch.set_num_threads(1)
     sizes = {"max_num_seqs": 16, "context_length": 256, "max_loras": 3}
-    async with create_engine("transformers", model=str(tiny_model("qwen2")), enable_lora=True, **sizes) as engine:
+    async with create_engine("transformers", model=str(model), enable_lora=True, **sizes) as engine:
         yield engine
 
 
 @pytest.fixture(scope="module")
-def material() -> Iterator[Material]:
-    with made_of(tiny_model("qwen2")) as material:
+def material(model: Path) -> Iterator[Material]:
+    with made_of(model) as material:
         yield material
 
 
@@ -142,6 +147,21 @@ class Wrong:
         return "".join(f"data: {event}\n\n" for event in changed).encode()
 
 
+class AllCalls:
+    """A server that knows no ``parallel_tool_calls``."""
+
+    def around(self, app: ASGIApp) -> ASGIApp:
+        async def wrong(scope: Scope, receive: Receive, send: Send) -> None:
+            async def changed() -> Message:
+                message = await receive()
+                # The new name is as long, because the head tells the length.
+                return {**message, "body": message.get("body", b"").replace(b"parallel_tool_calls", b"_" * 19)}
+
+            await app(scope, changed, send)
+
+        return wrong
+
+
 def at(change: Callable[[Json, str | int], None], *path: str | int) -> Callable[[Json], Json]:
     """Return a change of the values at a path; ``*`` stands for each entry of a list. Absent keys stay absent."""
 
@@ -197,13 +217,14 @@ NOTHING: Final = b"{}"
 COMPLETIONS, CHAT, IDS, GENERATE = "/v1/completions", "/v1/chat/completions", "/inference/v1/generate", "/generate"
 LOGPROBS: Final = ("choices", "*", "logprobs")
 META: Final = "meta_info"
+CALLS: Final = ("choices", "*", "message", "tool_calls", "*")
 ANOTHER: Final = -3.0
 """A logprob of no weights that are served."""
 UPDATE, DISK = "/update_weights", "/update_weights_from_disk"
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 OUTPUT: Final = (META, "output_token_logprobs", "*", 0)
 
-OPENAI: Final = {
+OPENAI: Final[Mapping[str, Around]] = {
     "health_is_200": Wrong("/health", status=503),
     "models_are_listed": Wrong("/v1/models", drop("data", "*", "created")),
     "a_completion_has_choices_and_usage": Wrong(COMPLETIONS, put(1000, "usage", "total_tokens")),
@@ -213,6 +234,10 @@ OPENAI: Final = {
     "seeds_have_63_bits": Wrong(COMPLETIONS, status=400),
     "a_seed_gives_the_same_text_again": Wrong(COMPLETIONS, put(lambda: f"{next(COUNTED)}", "choices", 0, "text")),
     "chat_logprobs_have_an_entry_for_each_token": Wrong(CHAT, put([], *LOGPROBS, "content")),
+    "a_required_call_comes": Wrong(CHAT, put([], "choices", "*", "message", "tool_calls")),
+    "a_required_call_comes_in_a_stream": Wrong(CHAT, drop("choices", "*", "delta", "tool_calls")),
+    "a_call_of_a_named_function_comes": Wrong(CHAT, put("g", *CALLS, "function", "name")),
+    "one_call_comes_without_parallel_calls": AllCalls(),
     "a_stream_ends_in_a_finish_reason_and_done": Wrong(COMPLETIONS, put(None, "choices", "*", "finish_reason")),
     "a_wrong_type_is_a_client_error": Wrong(COMPLETIONS, status=500),
     "a_wrong_value_is_a_client_error": Wrong(COMPLETIONS, status=200),
@@ -231,6 +256,13 @@ VLLM: Final[Mapping[str, Around]] = {
     "vllm_tokens/prompt_logprobs_begin_with_the_prompts_token": Wrong(
         COMPLETIONS, turned("choices", 0, "prompt_logprobs", "*")
     ),
+    "vllm_tokens/logprobs_of_minus_one_are_of_the_vocabulary": Wrong(
+        COMPLETIONS, put({"token_id:5": -0.5}, *LOGPROBS, "top_logprobs", "*")
+    ),
+    "vllm_tokens/prompt_logprobs_of_minus_one_are_of_the_vocabulary": Wrong(
+        COMPLETIONS, put({"5": {"logprob": -0.5}}, "choices", 0, "prompt_logprobs", "*")
+    ),
+    "vllm_tokens/the_header_gives_a_request_its_id": Wrong(CHAT, put("chatcmpl-5", "id")),
     "vllm_tokens/prompt_logprobs_have_ranks": Wrong(
         COMPLETIONS, put(None, "choices", 0, "prompt_logprobs", 1, "*", "rank")
     ),

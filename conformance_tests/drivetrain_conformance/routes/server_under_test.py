@@ -146,12 +146,13 @@ class Target:
         path: str,
         body: Mapping[str, object] | str | None = None,
         query: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> Answer:
         """Send a request and return its answer, with any status."""
         asked = f"{method} {path}"
         try:
             async with asyncio.timeout(self._access.timeout):
-                response = await self._client.send(self._request(method, path, body, query))
+                response = await self._client.send(self._request(method, path, body, query, headers))
         except (TimeoutError, httpx.TimeoutException):
             raise AssertionError(f"{asked} did not answer within {self._access.timeout:g} s") from None
         answer = Answer(asked, response.status_code, dict(response.headers), response.content)
@@ -161,11 +162,11 @@ class Target:
 
     async def get(self, path: str, **query: str) -> Answer:
         """Return the answer of status 200 to a GET."""
-        return _ok(await self.ask("GET", path, query=query))
+        return ok(await self.ask("GET", path, query=query))
 
     async def post(self, path: str, body: Mapping[str, object] | None = None, **query: str) -> Answer:
         """Return the answer of status 200 to a POST."""
-        return _ok(await self.ask("POST", path, body, query))
+        return ok(await self.ask("POST", path, body, query))
 
     async def refused(
         self, path: str, body: Mapping[str, object] | str | None = None, query: Mapping[str, str] | None = None
@@ -190,7 +191,7 @@ class Target:
             if response.status_code != 200:
                 async with asyncio.timeout_at(deadline):
                     content = await response.aread()
-                _ok(Answer(f"POST {path}", response.status_code, dict(response.headers), content))
+                ok(Answer(f"POST {path}", response.status_code, dict(response.headers), content))
             yield Stream(response, f"POST {path}", deadline)
         finally:
             await response.aclose()
@@ -236,11 +237,16 @@ class Target:
             waiting.cancel()
 
     def _request(
-        self, method: str, path: str, body: Mapping[str, object] | str | None, query: Mapping[str, str] | None
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, object] | str | None,
+        query: Mapping[str, str] | None,
+        more_headers: Mapping[str, str] | None = None,
     ) -> httpx.Request:
         access = self._access
         key = access.api_key if path.startswith(_DATA) else access.control_key or access.api_key
-        headers = {"authorization": f"Bearer {key}"} if key else {}
+        headers = {**(more_headers or {}), **({"authorization": f"Bearer {key}"} if key else {})}
         content = json.dumps(body) if isinstance(body, Mapping) else body
         if content is not None:
             headers["content-type"] = "application/json"
@@ -252,7 +258,13 @@ def _require_offered(answer: Answer) -> None:
         raise RouteRefused(f"{answer.asked}: {answer.shown}")
 
 
-def _ok(answer: Answer) -> Answer:
+def ok(answer: Answer) -> Answer:
+    """Return an answer of status 200.
+
+    Raises:
+        RouteRefused: The server does not offer the route.
+        AssertionError: The answer has another status.
+    """
     _require_offered(answer)
     answer.require(200)
     return answer

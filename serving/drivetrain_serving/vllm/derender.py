@@ -190,12 +190,12 @@ class DerenderRoutes:
         state: GivenState = part.state
         if not part.given.choices:
             return [], _state(state, state.output_token_ids, state.output_chunk_lens, "")
-        if len(part.given.choices) > 1:
+        choice, *others = part.given.choices
+        if others:
             raise InvalidRequest(
                 f"at most one choice per chunk is derendered (got {len(part.given.choices)}); keep a state for each",
                 field="generate_chunk.choices",
             )
-        (choice,) = part.given.choices
         before: list[int] = list(state.output_token_ids)
         new: list[int] = list(choice.token_ids or ())
         if sum(state.output_chunk_lens) != len(before) or any(length < 1 for length in state.output_chunk_lens):
@@ -420,7 +420,7 @@ def _completion_chunk(
         logprobs = next((one["logprobs"] for one in made if one["logprobs"] is not None), None)
         if logprobs is not None:
             offsets = [offset + part.state.logprob_text_offset for offset in logprobs["text_offset"]]
-            logprobs = {**logprobs, "text_offset": offsets}
+            logprobs["text_offset"] = offsets
         choices.append(
             {
                 "index": given.index,

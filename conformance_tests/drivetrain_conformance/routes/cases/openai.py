@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Final
 
 from drivetrain_conformance.routes.case import route_case
 from drivetrain_conformance.routes.server_answers import Field
-from drivetrain_conformance.routes.server_under_test import CannotRun, Target
+from drivetrain_conformance.routes.server_under_test import CannotRun, RouteRefused, Target, ok
 
 MESSAGES: Final = [{"role": "user", "content": "hello"}]
 BIG_SEED: Final = 2**63 - 1
@@ -105,6 +106,114 @@ async def chat_logprobs_have_an_entry_for_each_token(target: Target) -> None:
         entry["logprob"].number()
         entry["top_logprobs"].entries()
     answer["usage"]["completion_tokens"].equals(len(entries))
+
+
+TOOL: Final = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "boolean"}}}},
+}
+_NAMED: Final = {"type": "function", "function": {"name": "f"}}
+_SPACES: Final = (" ", "\t", "\n", "\r")
+
+
+async def _demanding(target: Target, likely: str, **fields: object) -> dict[str, object]:
+    """Return a chat that demands a call. A bias makes the call of a model with random weights end, or others follow.
+
+    Args:
+        target: The server.
+        likely: A text that the model writes where it may. White space is forbidden.
+        **fields: Fields of the request.
+    """
+    bias: dict[str, int] = {}
+    for text, value in ((likely, 100), *((space, -100) for space in _SPACES)):
+        asked = {"model": target.model, "prompt": text, "add_special_tokens": False}
+        answer = await target.ask("POST", "/tokenize", asked)
+        if answer.status == 200 and len(ids := answer.json()["tokens"].ids()) == 1:
+            bias[str(ids[0])] = value
+    return {
+        "model": target.model,
+        "messages": MESSAGES,
+        "tools": [TOOL],
+        "max_tokens": 80,
+        "temperature": 0,
+        "logit_bias": bias,
+        **fields,
+    }
+
+
+async def _called(target: Target, body: dict[str, object]) -> Field:
+    """Return the choice of an answer that must hold calls of the tool, each with an object of the schema."""
+    answer = await target.ask("POST", "/v1/chat/completions", body)
+    if answer.status == 400:
+        raise RouteRefused(f"{answer.asked}: {answer.shown}")
+    choice = ok(answer).json()["choices"][0]
+    calls = choice["message"]["tool_calls"].entries()
+    assert calls, f"{choice['message'].path} has no call"
+    for call in calls:
+        call["id"].text()
+        call["function"]["name"].equals("f")
+        _require_arguments(call["function"]["arguments"].text())
+    return choice
+
+
+def _require_arguments(text: str) -> None:
+    try:
+        arguments = json.loads(text)
+    except ValueError:
+        raise AssertionError(f"the arguments {text!r} are not JSON") from None
+    right = isinstance(arguments, dict) and all(key == "a" and type(one) is bool for key, one in arguments.items())
+    assert right, f"the arguments {text!r} are not of the tool's schema"
+
+
+@route_case
+async def a_required_call_comes(target: Target) -> None:
+    """``tool_choice: required`` gives calls of the tools, with the schema's arguments. Agents of verifiers run them."""
+    choice = await _called(target, await _demanding(target, "]", tool_choice="required"))
+    choice["finish_reason"].equals("tool_calls")
+
+
+@route_case
+async def a_required_call_comes_in_a_stream(target: Target) -> None:
+    """A stream of ``tool_choice: required`` has the calls in deltas. OpenAI's client joins them by their index."""
+    body = await _demanding(target, "]", tool_choice="required")
+    await _called(target, body)
+    arguments: dict[int, str] = {}
+    reason = None
+    async with target.streaming("/v1/chat/completions", body) as stream:
+        for event in await stream.rest():
+            for choice in event["choices"].entries():
+                delta = choice["delta"].mapping()
+                for part in choice["delta"]["tool_calls"].entries() if delta.get("tool_calls") else ():
+                    index = part["index"].integer()
+                    if index not in arguments:
+                        part["id"].text()
+                        part["function"]["name"].equals("f")
+                    given = part["function"].mapping().get("arguments")
+                    arguments[index] = arguments.get(index, "") + (given if isinstance(given, str) else "")
+                reason = choice["finish_reason"].value or reason
+    assert arguments, "the stream has no call"
+    for text in arguments.values():
+        _require_arguments(text)
+    assert reason == "tool_calls", f"the stream ends in {reason!r}; expected 'tool_calls'"
+
+
+@route_case
+async def a_call_of_a_named_function_comes(target: Target) -> None:
+    """``tool_choice`` of a function gives one call of it. Agents that make the model end a rollout demand it."""
+    choice = await _called(target, await _demanding(target, "]", tool_choice=_NAMED))
+    found = len(choice["message"]["tool_calls"].entries())
+    assert found == 1, f"{choice['message']['tool_calls'].path} has {found} calls; expected one"
+    assert choice["finish_reason"].text() in ("stop", "tool_calls"), choice["finish_reason"].shown
+
+
+@route_case
+async def one_call_comes_without_parallel_calls(target: Target) -> None:
+    """``parallel_tool_calls: false`` gives one call, however many the model would make. Agents run one at a time."""
+    body = await _demanding(target, ",", tool_choice="required", parallel_tool_calls=False)
+    choice = await _called(target, body)
+    found = len(choice["message"]["tool_calls"].entries())
+    assert found == 1, f"{choice['message']['tool_calls'].path} has {found} calls; expected one"
+    choice["finish_reason"].equals("tool_calls")
 
 
 @route_case

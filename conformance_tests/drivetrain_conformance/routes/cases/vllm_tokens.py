@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import uuid
 from typing import Final
 
 from drivetrain_conformance.routes.case import route_case
 from drivetrain_conformance.routes.cases.openai import BIG_SEED, chat, complete
 from drivetrain_conformance.routes.server_answers import Field
-from drivetrain_conformance.routes.server_under_test import Target
+from drivetrain_conformance.routes.server_under_test import Target, ok
 
 PROMPTS: Final = [[5, 6], [7]]
 OF_TRL: Final = {"logprobs": 0, "return_token_ids": True, "return_tokens_as_token_ids": True}
@@ -114,6 +116,46 @@ async def prompt_logprobs_begin_with_the_prompts_token(target: Target) -> None:
         keys = list(entry.mapping())
         assert keys[:1] == [str(token)], f"{entry.path} begins with {keys[:1]}; expected {token}"
         entry[str(token)]["logprob"].number()
+
+
+_SUM_DIFFERS: Final = 1e-2
+
+
+@route_case
+async def logprobs_of_minus_one_are_of_the_vocabulary(target: Target) -> None:
+    """``logprobs: -1`` gives the logprob of each id, whose probabilities add up to 1. Distillation reads them all."""
+    answer = await complete(target, max_tokens=1, logprobs=-1, return_tokens_as_token_ids=True)
+    (found,) = answer["choices"][0]["logprobs"]["top_logprobs"].entries()
+    _require_distribution([found[name].number() for name in found.mapping()], found.path)
+
+
+@route_case
+async def prompt_logprobs_of_minus_one_are_of_the_vocabulary(target: Target) -> None:
+    """``prompt_logprobs: -1`` gives those of each id at each prompt token. TRL's distillation reads the teacher's."""
+    answer = await complete(target, prompt=[5, 6, 7], max_tokens=1, prompt_logprobs=-1)
+    _, *found = answer["choices"][0]["prompt_logprobs"].entries()
+    assert len(found) == 2, f"{len(found) + 1} prompt logprobs for 3 tokens"
+    for position in found:
+        _require_distribution([position[name]["logprob"].number() for name in position.mapping()], position.path)
+
+
+def _require_distribution(logprobs: list[float], path: str) -> None:
+    total = math.fsum(map(math.exp, logprobs))
+    assert abs(total - 1) < _SUM_DIFFERS, f"the {len(logprobs)} probabilities of {path} add up to {total:.3f}, not 1"
+
+
+@route_case
+async def the_header_gives_a_request_its_id(target: Target) -> None:
+    """``X-Request-Id`` is the end of the answer's ``id``. Gateways abort and trace requests by it."""
+    name = f"conformance-{uuid.uuid4().hex}"
+    for path, fields in (
+        ("/v1/completions", {"prompt": "hello"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}]}),
+    ):
+        body = {"model": target.model, "max_tokens": 1, **fields}
+        answer = ok(await target.ask("POST", path, body, headers={"X-Request-Id": name}))
+        found = answer.json()["id"].text()
+        assert found.endswith(name), f"{path}: the answer's id is {found!r}; expected one that ends in {name!r}"
 
 
 @route_case
