@@ -86,7 +86,7 @@ def _generated(**fields: object) -> dict[str, object]:
     return {"request_id": "r", "choices": [{"index": 0, "finish_reason": "stop", **fields}]}
 
 
-def _derender(name: str, path: str = "/v1/chat/completions", **body: object) -> Asked:
+def _derender(name: str, path: str = "/v1/chat/completions", /, **body: object) -> Asked:
     # Audio and annotations, and parts of the state that only vLLM's own decoder and parsers read.
     lacks = (*_CHAT, *(f"stream_state.{name}" for name in _OF_VLLMS_STATE))
     return Asked(f"derendered {name}", "POST", f"{path}/derender", body, lacks)

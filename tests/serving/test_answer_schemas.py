@@ -55,7 +55,7 @@ class Site:
         assert self.faults == [], response.text
         return response
 
-    async def post(self, path: str, status: int = 200, **body: Any) -> httpx.Response:
+    async def post(self, path: str, status: int = 200, /, **body: Any) -> httpx.Response:
         return await self.ask("POST", path, status, json=body)
 
     async def get(self, path: str, status: int = 200, **more: Any) -> httpx.Response:
