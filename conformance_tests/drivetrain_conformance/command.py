@@ -16,6 +16,7 @@ import yaml
 from rich.table import Table
 from rich.text import Text
 
+from drivetrain.checks.yaml_mappings import load_yaml
 from drivetrain.cli.output import err, out, print_error, print_json
 from drivetrain.errors import DrivetrainError, InvalidConfig
 from drivetrain.types.config import Isolation
@@ -375,7 +376,7 @@ def _fields(assignments: Sequence[str]) -> dict[str, object]:
         if not equals:
             raise InvalidConfig(f"--set {assignment!r}: expected FIELD=VALUE", field="--set")
         try:
-            fields[name] = yaml.safe_load(value)
+            fields[name] = load_yaml(value)
         except yaml.YAMLError as error:
             raise InvalidConfig(f"--set {assignment!r}: the value is no YAML: {error}", field="--set") from None
     return fields

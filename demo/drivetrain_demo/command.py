@@ -13,6 +13,7 @@ import yaml
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
 from drivetrain.checks.extras import from_extra
+from drivetrain.checks.yaml_mappings import load_yaml
 from drivetrain.cli.output import err, out, print_error, print_json
 from drivetrain.types.config import Isolation
 from drivetrain_demo.display import display
@@ -218,7 +219,7 @@ def _fields(settings: list[str]) -> dict[str, JsonValue]:
         if name in ("backend", "model", "isolation"):
             raise typer.BadParameter(f"{setting!r} has an option of its own: --{name}", param_hint="--set")
         try:
-            fields[name] = TypeAdapter[JsonValue](JsonValue).validate_python(yaml.safe_load(value))
+            fields[name] = TypeAdapter[JsonValue](JsonValue).validate_python(load_yaml(value))
         except (yaml.YAMLError, ValidationError) as error:
             raise typer.BadParameter(
                 f"the value of {setting!r} is not plain YAML: {error}", param_hint="--set"

@@ -322,6 +322,7 @@ def test_generate_refuses_bad_values_before_the_engine_starts(
         ["--model", "m", "--logprobs", "1", "x"],
         ["--model", "m", "--set", "dtype", "x"],
         ["--model", "m", "--set", "dtype=[", "x"],
+        ["--model", "m", "--set", "backend_options={a: 1, a: 2}", "x"],
         ["--model", "m", "--isolation", "jail", "x"],
         ["--model", "m"],
         ["x"],

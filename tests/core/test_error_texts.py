@@ -69,8 +69,14 @@ def test_a_field_that_a_yaml_file_gives_twice_is_refused(tmp_path: Path, twice: 
 
 def test_a_yaml_file_may_merge_mappings(tmp_path: Path) -> None:
     file = tmp_path / "values.yaml"
-    file.write_text("base: &base {a: 1, b: 2}\nother: {<<: *base, b: 3}\n")
-    assert read_yaml(file)["other"] == {"a": 1, "b": 3}
+    file.write_text("base: &base {a: 1, b: 2}\nouter: {inner: &inner {<<: *base, b: 3}}\nother: {<<: *inner, a: 4}\n")
+    assert read_yaml(file)["outer"] == {"inner": {"a": 1, "b": 3}}
+
+
+def test_a_number_and_its_text_are_two_keys_of_yaml(tmp_path: Path) -> None:
+    file = tmp_path / "values.yaml"
+    file.write_text("{ids: {1: a, '1': b}}")
+    assert read_yaml(file)["ids"] == {1: "a", "1": "b"}
 
 
 def test_a_configuration_shows_no_key() -> None:

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-
 import yaml
 
 from drivetrain.checks.pydantic_errors import shown_name
 
 
 class _Loader(yaml.SafeLoader):
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
-        seen: set[str] = set()
+    # Not when the mapping is constructed: a merge (``<<``) has added keys by then, which the mapping's own override.
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen: set[tuple[str, str]] = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
-                if key.value in seen:
+                if (key.tag, key.value) in seen:
                     problem = f"{shown_name(key.value)!r} is given twice"
-                    raise yaml.constructor.ConstructorError(problem=problem, problem_mark=key.start_mark)
-                seen.add(key.value)
-        return super().construct_mapping(node, deep)
+                    raise yaml.composer.ComposerError(problem=problem, problem_mark=key.start_mark)
+                seen.add((key.tag, key.value))
+        return node
 
 
 def load_yaml(text: str) -> object:

@@ -9,6 +9,7 @@ import typer
 import yaml
 
 from drivetrain.checks.pydantic_errors import shown_name
+from drivetrain.checks.yaml_mappings import load_yaml
 from drivetrain.types.config import EngineConfig, Isolation
 
 DEFAULT_BACKEND: Final = "transformers"
@@ -49,7 +50,7 @@ def configuration(
                 "a --set has no '='; write --set FIELD=VALUE, such as --set dtype=float16", param_hint="--set"
             )
         try:
-            fields[name] = yaml.safe_load(value)
+            fields[name] = load_yaml(value)
         except yaml.YAMLError as error:
             why = getattr(error, "problem", None) or type(error).__name__
             raise typer.BadParameter(
