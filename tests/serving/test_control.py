@@ -300,6 +300,7 @@ async def test_a_version_is_a_number_or_refused(client: httpx.AsyncClient, model
         ("/update_weight_version", {"new_version": "wrong", "abort_all_requests": "yes"}),
         ("/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "/", "load_inplace": "true"}),
         ("/tokenize", {"prompt": "a", "add_special_tokens": "no"}),
+        ("/tokenize", {"prompt": "a", "return_token_strs": "no"}),
         ("/tokenize", {"prompt": 5}),
         ("/tokenize", {"messages": [{"role": "user", "content": "a"}], "add_generation_prompt": 0}),
         ("/tokenize", {"messages": [{"role": "user", "content": "a"}], "continue_final_message": 1}),

@@ -210,6 +210,17 @@ async def test_tokens_are_counted_and_nothing_is_recorded(talking: Talking) -> N
             {"tools": [{"name": "add", "input_schema": {"anyOf": [{}]}}], "tool_choice": {"type": "any"}},
             "the input of a demanded call is an object",
         ),
+        *(
+            (
+                {"tools": [{"name": "add", "input_schema": schema}], "tool_choice": {"type": "tool", "name": "add"}},
+                "the input of a demanded call is an object",
+            )
+            for schema in ({"$ref": "#/$defs/x", "$defs": {"x": {"type": "array"}}}, {"items": {}}, {"title": "x"})
+        ),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "any", "disable_parallel_tool_use": "no"}},
+            "tool_choice.disable_parallel_tool_use='no'",
+        ),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
         ({"temperature": -1}, "temperature"),
         ({"model": "another", "stream": True}, "another"),
@@ -268,6 +279,13 @@ async def test_an_answer_goes_on_from_what_the_agent_began(talking: Talking) -> 
     (branch,) = await gateway.branches()
     text = engine.decode(branch["token_ids"], skip_special_tokens=False)
     assert text.endswith('<|im_start|>assistant\n{"a": 1}<|im_end|>')
+
+
+@pytest.mark.parametrize("schema", [{}, {"properties": {}}, {"$ref": "#/$defs/x", "$defs": {"x": {"type": "object"}}}])
+def test_a_call_can_be_demanded_of_a_tool_whose_inputs_are_objects(schema: dict[str, object]) -> None:
+    tools = [{"name": "add", "input_schema": schema}, {"name": "other", "input_schema": {"enum": [1]}}]
+    chat = to_chat({"messages": [], "tools": tools, "tool_choice": {"type": "tool", "name": "add"}}, "")
+    assert chat["tools"][0]["function"]["parameters"] == schema
 
 
 def test_fields_of_chat_completions_pass() -> None:

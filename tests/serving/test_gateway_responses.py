@@ -131,6 +131,7 @@ async def test_it_continues_what_chat_completions_began(talking: Talking) -> Non
         ({"input": [{"type": "reasoning", "id": "rs_1", "summary": []}]}, "input.0"),
         ({"tools": [{"type": "web_search"}]}, "tools.0"),
         ({"tool_choice": "required"}, "no tools"),
+        ({"tools": TOOLS, "parallel_tool_calls": "no"}, "parallel_tool_calls='no'"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "mul"}}, "'mul' is none of tools"),
         ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice"),
         ({"truncation": "auto"}, "truncation"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import yaml
 
 from drivetrain.checks.pydantic_errors import shown_name
@@ -9,7 +11,7 @@ from drivetrain.checks.pydantic_errors import shown_name
 
 class _Loader(yaml.SafeLoader):
     # Not when the mapping is constructed: a merge (``<<``) has added keys by then, which the mapping's own override.
-    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+    def compose_mapping_node(self, anchor: dict[Any, yaml.Node]) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
         seen: set[tuple[str, str]] = set()
         for key, _ in node.value:

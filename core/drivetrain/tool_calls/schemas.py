@@ -59,6 +59,11 @@ class Parameters:
         names = self._root.get("required")
         return frozenset(name for name in names if isinstance(name, str)) if isinstance(names, list) else frozenset()
 
+    @property
+    def types(self) -> frozenset[str]:
+        """Types of the values that the schema accepts."""
+        return self._of(self._root, 0).types
+
     def __contains__(self, key: object) -> bool:
         return any(key in properties for properties in self._properties(self._root, 0))
 

@@ -12,9 +12,10 @@ from drivetrain.checks.safe_repr import shown
 from drivetrain.errors import DrivetrainError, InvalidRequest
 from drivetrain.openai.responses import FinishReasonName, ToolCallDelta
 from drivetrain.tool_calls.functions import as_arguments
+from drivetrain.tool_calls.schemas import Parameters
 from drivetrain_serving.gateway import answer_types as types
 from drivetrain_serving.gateway.errors import body_and_status
-from drivetrain_serving.http_layer.bodies import list_of
+from drivetrain_serving.http_layer.bodies import flag_of, list_of
 from drivetrain_serving.http_layer.error_statuses import described
 from drivetrain_serving.vllm.answer_types import ChatChunk, ChatCompletion, ChatUsageChunk, DetailedUsage
 from drivetrain_serving.vllm.json_objects import Json, final_usage
@@ -27,8 +28,7 @@ _OWN: Final = (
 _REFUSED: Final = ("container", "mcp_servers", "logprobs", "top_logprobs", "n")
 _ACCOUNTING: Final = "x-anthropic-billing-header:"
 """Beginning of a system block that some agents change with each request; it is not for the model."""
-_ALTERNATIVES: Final = ("allOf", "anyOf", "const", "enum", "oneOf")
-"""Keywords of a schema without a type, whose values need not be objects."""
+_ONE_CALL: Final = "disable_parallel_tool_use"
 _CHOICES: Final = {"auto": "auto", "none": "none", "any": "required"}
 _STOP_REASONS: Final[Mapping[FinishReasonName, types.StopReason]] = {
     "stop": "end_turn",
@@ -86,8 +86,8 @@ def to_chat(body: Mapping[str, object], template: str) -> Json:
     if choice is not None:
         chat["tool_choice"] = _choice(choice)
     if chat.get("tool_choice") not in (None, "auto", "none"):
-        _check_inputs(chat.get("tools", ()))
-    if isinstance(choice, Mapping) and choice.get("disable_parallel_tool_use"):
+        _check_inputs(chat.get("tools", ()), chat["tool_choice"])
+    if isinstance(choice, Mapping) and flag_of(choice.get(_ONE_CALL), f"tool_choice.{_ONE_CALL}"):
         chat["parallel_tool_calls"] = False
     thinking = body.get("thinking")
     if isinstance(thinking, Mapping) and re.search(r"\benable_thinking\b", template):
@@ -110,11 +110,13 @@ def _choice(choice: object) -> object:
     )
 
 
-def _check_inputs(tools: Sequence[Json]) -> None:
+def _check_inputs(tools: Sequence[Json], choice: object) -> None:
     """Refuse tools whose demanded call might have an input that is no object; Anthropic's messages hold no others."""
     for index, tool in enumerate(tools):
+        if isinstance(choice, Mapping) and choice["function"]["name"] != tool["function"]["name"]:
+            continue
         schema = tool["function"]["parameters"]
-        if "type" not in schema and any(key in schema for key in _ALTERNATIVES):
+        if schema and Parameters(schema).types != {"object"}:  # an empty one stands for no parameters
             where = f"tools.{index}.input_schema"
             raise InvalidRequest(
                 f"{where}={shown(schema)}: the input of a demanded call is an object; give a schema of type object",

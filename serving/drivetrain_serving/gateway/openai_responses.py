@@ -13,7 +13,7 @@ from drivetrain.openai.forced_calls import add_parts
 from drivetrain.openai.responses import FinishReasonName, ToolCall, ToolCallDelta
 from drivetrain.tool_calls import strict_json
 from drivetrain_serving.gateway import answer_types as types
-from drivetrain_serving.http_layer.bodies import list_of
+from drivetrain_serving.http_layer.bodies import flag_of, list_of
 from drivetrain_serving.http_layer.error_statuses import described
 from drivetrain_serving.vllm.answer_types import ChatChunk, ChatCompletion, ChatUsageChunk, DetailedUsage
 from drivetrain_serving.vllm.json_objects import Json, final_usage
@@ -60,7 +60,7 @@ def to_chat(body: Mapping[str, object]) -> Json:
         chat["max_completion_tokens"] = body["max_output_tokens"]
     if body.get("tool_choice") is not None:
         chat["tool_choice"] = _choice(body["tool_choice"])
-    if body.get("parallel_tool_calls") is False:
+    if not flag_of(body.get("parallel_tool_calls"), "parallel_tool_calls", default=True):
         chat["parallel_tool_calls"] = False
     reasoning, text = body.get("reasoning"), body.get("text")
     if isinstance(reasoning, Mapping) and reasoning.get("effort"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Final, Literal, TypeVar
+from typing import Annotated, ClassVar, Final, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, StrictBool, StrictInt, StrictStr, ValidationError
 
@@ -12,6 +12,7 @@ from drivetrain.errors import InvalidRequest
 from drivetrain.types.sampling import Number, TokenId
 
 _A = TypeVar("_A", bound=BaseModel)
+_Count = Annotated[StrictInt, Field(ge=0)]
 _STATE: Final = "The state that the answer to the chunk before it had; null with the first chunk."
 
 
@@ -52,8 +53,8 @@ class GivenChoice(_Given):
 class GivenUsage(_Given):
     """Token counts of a stream's last chunk."""
 
-    prompt_tokens: StrictInt | None = Field(default=None, ge=0)
-    completion_tokens: StrictInt | None = Field(default=None, ge=0)
+    prompt_tokens: _Count | None = None
+    completion_tokens: _Count | None = None
 
 
 class GivenAnswer(_Given):
@@ -87,7 +88,7 @@ class DerenderChatRequest(_Derender):
     """A request to ``/v1/chat/completions/derender``."""
 
     generate_response: GivenAnswer | None = Field(default=None, description="Without stream: the whole answer.")
-    prompt_tokens: StrictInt | None = Field(default=None, ge=0, description="Number of the prompt's ids, for usage.")
+    prompt_tokens: _Count | None = Field(default=None, description="Number of the prompt's ids, for usage.")
     prompt_token_ids: tuple[TokenId, ...] | None = Field(default=None, description="The prompt's ids.")
     chat_request: dict[str, JsonValue] | None = Field(
         default=None, description="The chat that was rendered; null: the text is the content, and no calls are parsed."
@@ -100,7 +101,7 @@ class DerenderCompletionRequest(_Derender):
     generate_responses: tuple[GivenAnswer, ...] | None = Field(
         default=None, description="Without stream: the answer of each prompt."
     )
-    prompt_tokens: tuple[StrictInt, ...] | StrictInt | None = Field(
+    prompt_tokens: tuple[_Count, ...] | _Count | None = Field(
         default=None, description="Number of each prompt's ids, for usage."
     )
     prompt_token_ids: tuple[tuple[TokenId, ...] | None, ...] | tuple[TokenId, ...] | None = Field(

@@ -12,7 +12,7 @@ from drivetrain.checks.safe_repr import shown
 from drivetrain.errors import DrivetrainError, InvalidRequest
 from drivetrain.text.prompt_threads import in_prompt_thread
 from drivetrain_serving.http_layer.answers import json_answer
-from drivetrain_serving.http_layer.bodies import read_fields, read_json
+from drivetrain_serving.http_layer.bodies import flag_of, read_fields, read_json
 from drivetrain_serving.http_layer.route_docs import Fields, documented
 from drivetrain_serving.prompt_of_body import PromptFields, prompt_of_body
 from drivetrain_serving.served_engine import ServedEngine
@@ -55,10 +55,11 @@ class TokenRoutes:
 
     async def _tokenize(self, body: Mapping[str, object]) -> Tokenized:
         prompt = prompt_of_body(body)
+        with_texts = flag_of(body.get("return_token_strs"), "return_token_strs")
         tokenizer, length = self._served.engine.tokenizer, self._served.engine.model_info.context_length
         ids = await in_prompt_thread(lambda: tokenizer.encode(prompt))
         texts = None
-        if body.get("return_token_strs"):
+        if with_texts:
             texts = [str(tokenizer.inner.convert_ids_to_tokens(token_id)) for token_id in ids]
         return {"count": len(ids), "max_model_len": length, "tokens": ids, "token_strs": texts}
 
