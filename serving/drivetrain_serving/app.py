@@ -239,7 +239,10 @@ class _Errors:
 
     def of_fault(self, request: Request, error: Exception) -> Response:
         """Answer a request that a fault of the server broke; the error is logged, and not told."""
-        return self.of_http(request, HTTPException(500, f"a fault of the server: {type(error).__name__}; see its log"))
+        words = f"a fault of the server: {type(error).__name__}; see its log"
+        answer = self.of_http(request, HTTPException(500, words))
+        answer.headers["connection"] = "close"  # uvicorn closes it, and the client's next request would fail
+        return answer
 
     def of_engine(self, request: Request, error: Exception) -> Response:
         """Answer a request that the engine or its route refuses, or that failed."""

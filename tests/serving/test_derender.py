@@ -186,6 +186,9 @@ def with_choice(**fields: object) -> dict[str, Any]:
     return {"request_id": "r", "choices": [{"index": 0, "token_ids": [104], **fields}]}
 
 
+LIKELY = {"content": [{"token_id": 104, "logprob": -1.0, "top_logprobs": [{"token_id": 2**40, "logprob": -2.0}]}]}
+
+
 async def test_a_response_alone_is_decoded(client: httpx.AsyncClient) -> None:
     chat = await post(client, f"{CHAT}/derender", {"generate_response": GENERATED})
     assert chat["choices"][0]["message"]["content"] == "hi"
@@ -203,6 +206,10 @@ async def test_a_response_alone_is_decoded(client: httpx.AsyncClient) -> None:
         (CHAT, {"generate_response": {"request_id": "r", "choices": []}}, "has no choices"),
         (CHAT, {"generate_response": with_choice(token_ids=[])}, "has empty or null token_ids"),
         (CHAT, {"generate_response": with_choice(token_ids=[10**9])}, "outside the vocabulary"),
+        (CHAT, {"generate_response": GENERATED, "prompt_token_ids": [2**40]}, "outside the vocabulary"),
+        (CHAT, {"stream": True, "generate_chunk": GENERATED, "prompt_token_ids": [300]}, "outside the vocabulary"),
+        (CHAT, {"generate_response": with_choice(logprobs=LIKELY)}, "top_logprobs: token id"),
+        (CHAT, {"stream": True, "generate_chunk": with_choice(logprobs=LIKELY)}, "top_logprobs: token id"),
         (CHAT, {"generate_response": with_choice(token_ids=[5] * 5000)}, "more than the context length"),
         (CHAT, {"generate_response": with_choice(logprobs={"content": []})}, "logprobs.content has 0 entries"),
         (CHAT, {"generate_response": GENERATED, "prompt_token_ids": [5] * 5000}, "more than the context length"),
@@ -211,6 +218,7 @@ async def test_a_response_alone_is_decoded(client: httpx.AsyncClient) -> None:
         (CHAT, {"stream": True, "generate_chunk": GENERATED, "stream_state": {"output_token_ids": [5]}}, "must be"),
         (COMPLETIONS, {"generate_responses": []}, "must not be empty"),
         (COMPLETIONS, {"generate_responses": [GENERATED], "prompt_tokens": [1, 2]}, "must equal"),
+        (COMPLETIONS, {"generate_responses": [GENERATED], "prompt_tokens": [-1]}, "prompt_tokens"),
         (COMPLETIONS, {"generate_responses": [GENERATED], "prompt_token_ids": [1]}, "expected the ids"),
         (COMPLETIONS, {"stream": True, "generate_chunk": GENERATED, "prompt_token_ids": [[1]]}, "expected the ids"),
     ],

@@ -249,6 +249,7 @@ async def test_a_fault_of_the_server_has_the_form_of_an_error(
         answer = await client.get("/weight_info")
     await app.state.sessions.close()
     assert answer.status_code == 500
+    assert answer.headers["connection"] == "close"
     assert answer.json()["error"]["code"] == 500
     assert "ZeroDivisionError" in answer.json()["error"]["message"]
 

@@ -13,6 +13,7 @@ from typing import Final, TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
+from drivetrain.backend.base import ModelInfo
 from drivetrain.checks.safe_repr import shown
 from drivetrain.engine.validation import check_prompt_ids, check_prompt_length
 from drivetrain.errors import InvalidRequest
@@ -152,8 +153,9 @@ class DerenderRoutes:
                 f"choice {choice.index} in response {given.request_id} has empty or null token_ids", field="token_ids"
             )
         check_prompt_ids(ids, "token_ids", model)
-        check_prompt_length(len(prompt), "prompt_token_ids", model.context_length)
-        logprobs, top = _logprobs(choice)
+        if prompt:
+            check_prompt_ids(prompt, "prompt_token_ids", model)
+        logprobs, top = _logprobs(choice, model)
         stop = self._stop(choice, ids)
         spoken = ids[:-1] if isinstance(stop, int) else ids
         return Completion(
@@ -204,6 +206,8 @@ class DerenderRoutes:
             )
         if before or new:
             check_prompt_ids(before + new, "token_ids", model)
+        if part.prompt:
+            check_prompt_ids(part.prompt, "prompt_token_ids", model)
         length = len(part.prompt) + len(before) + len(new)
         check_prompt_length(length, "the prompt with its tokens", model.context_length)
         decoder = IncrementalDecoder(self._tokenizer, skip_special_tokens=part.asked.skip_special_tokens is not False)
@@ -215,7 +219,7 @@ class DerenderRoutes:
         stop = self._stop(choice, new)
         spoken = new[:-1] if isinstance(stop, int) else new
         text = "".join(map(decoder.push, spoken))
-        logprobs, top = _logprobs(choice)
+        logprobs, top = _logprobs(choice, model)
         chunk = _chunk(part, choice.index, new, text, logprobs, top)
         if choice.finish_reason is not None:
             text += decoder.finish()
@@ -293,7 +297,7 @@ def _ids_of_one(given: object) -> list[int]:
     return list(given)
 
 
-def _logprobs(choice: GivenChoice) -> tuple[list[float] | None, list[list[tuple[int, float]]] | None]:
+def _logprobs(choice: GivenChoice, model: ModelInfo) -> tuple[list[float] | None, list[list[tuple[int, float]]] | None]:
     if choice.logprobs is None or choice.logprobs.content is None:
         return None, None
     content, ids = choice.logprobs.content, choice.token_ids or ()
@@ -304,6 +308,8 @@ def _logprobs(choice: GivenChoice) -> tuple[list[float] | None, list[list[tuple[
             field="logprobs",
         )
     top = [[(other.token_id, float(other.logprob)) for other in one.top_logprobs or ()] for one in content]
+    if likely := [token_id for tokens in top for token_id, _ in tokens]:
+        check_prompt_ids([max(likely)], "top_logprobs", model)
     return [float(one.logprob) for one in content], top
 
 
