@@ -217,7 +217,16 @@ async def test_a_stream_is_aborted_by_the_id_that_it_tells(client: httpx.AsyncCl
     assert pieces[-1]["choices"][0]["finish_reason"] == "abort"
 
 
-@pytest.mark.parametrize("path", ["/pause?mode=sometimes", "/pause?clear_cache=perhaps", "/sleep?level=3"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/pause?mode=sometimes",
+        "/pause?clear_cache=perhaps",
+        "/sleep?level=3",
+        "/sleep?level=2&tags=all",
+        "/sleep?level=0&tags=kv_cache",
+    ],
+)
 async def test_a_wrong_query_changes_nothing(client: httpx.AsyncClient, engine: InferenceEngine, path: str) -> None:
     assert (await client.post(path)).status_code == 400
     assert not engine.is_paused
@@ -235,6 +244,18 @@ async def test_the_cache_is_freed_in_a_pause(client: httpx.AsyncClient, engine: 
     assert woken.json() == {"status": "awake", "tags": ["kv_cache"]}
     assert not engine.is_paused
     assert (await client.post("/v1/completions", json=body)).json()["choices"][0]["token_ids"] == before
+
+
+async def test_a_sleep_frees_the_memory_of_its_tags(client: httpx.AsyncClient, engine: InferenceEngine) -> None:
+    before = await text(client)
+    for level in (1, 2):
+        await ok(client, f"/sleep?level={level}&tags=kv_cache")
+        assert engine.status.asleep == {MemoryTag.KV_CACHE}
+        assert (await ok(client, "/wake_up")).json()["status"] == "awake"
+        assert await text(client) == before, "the weights stayed"
+    for query in ("level=1&tags=weights", "level=2&tags=cuda_graph"):
+        assert (await client.post(f"/sleep?{query}")).status_code == 501
+        assert not engine.is_paused, "refused before the pause"
 
 
 async def test_weights_that_slept_away_are_not_served(

@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from drivetrain.checks.safe_repr import shown
+from drivetrain.engine.pause_and_sleep import SLEEP_CAPABILITY
 from drivetrain.engine.states import EngineState
 from drivetrain.errors import DrivetrainError, InvalidRequest, UnsupportedCapability
 from drivetrain.types.capability import Capability
@@ -62,6 +63,11 @@ class SleepQuery(Fields):
         json_schema_extra={"enum": ["0", "1", "2"]},
     )
     mode: object = Field(default="abort", description="As of a pause.", json_schema_extra=_MODE)
+    tags: object = Field(
+        default=None,
+        description="Memory to free; all if not given. Level 0 takes none.",
+        json_schema_extra={"type": "array", "items": {"enum": [tag.value for tag in MemoryTag]}},
+    )
 
 
 class WakeQuery(Fields):
@@ -328,13 +334,18 @@ class ControlRoutes:
     @documented(query=SleepQuery, answer=types.Sleeping)
     @_refusals(error_answer)
     async def sleep(self, request: Request) -> Response:
-        """Answer POST ``/sleep``: level 0 pauses, 1 frees the cache and moves weights away, 2 frees both."""
+        """Answer POST ``/sleep``: level 0 pauses, 1 frees the cache and moves weights away, 2 frees both.
+
+        ``tags``, which SkyRL's client may send, limits the memory that is freed.
+        """
         query = request.query_params
-        level = query.get("level", "1")
+        level, tags = query.get("level", "1"), query.getlist("tags")
         if level not in ("0", "1", "2"):
             raise InvalidRequest(f"level={shown(level)}: expected 0, 1 or 2", field="level")
-        drops_weights = self._engine.supports(Capability.SLEEP_WEIGHTS) and not self._engine.config.sleep_keeps_weights
-        if level == "1" and drops_weights:
+        if level == "0" and tags:
+            raise InvalidRequest("tags: level 0 frees no memory; ask for level 1 or 2", field="tags")
+        freed = self._memory_to_free(tags)
+        if level == "1" and MemoryTag.WEIGHTS in freed and not self._engine.config.sleep_keeps_weights:
             dropped = "level=1 keeps the weights, and this engine drops them when it sleeps"
             if not self._engine.supports(Capability.SLEEP_KEEPS_WEIGHTS):
                 raise UnsupportedCapability(f"{dropped}; ask for level 2, and push weights after it")
@@ -343,9 +354,25 @@ class ControlRoutes:
             )
         await self._pause(query.get("mode", "abort"), level != "0")
         if level != "0":
-            await self._engine.sleep()
+            await self._engine.sleep(freed if tags else None)
         self._served.slept = True
         return json_answer(types.Sleeping(status="sleeping", level=int(level)))
+
+    def _memory_to_free(self, tags: list[str]) -> list[MemoryTag]:
+        """Return the memory that ``tags`` names, or everything that the engine can free.
+
+        Raises:
+            InvalidRequest: A tag names no memory.
+            UnsupportedCapability: The engine cannot free the memory of a tag.
+        """
+        able = [tag for tag, capability in SLEEP_CAPABILITY.items() if self._engine.supports(capability)]
+        known = [tag.value for tag in MemoryTag]
+        for tag in tags:
+            if tag not in known:
+                raise InvalidRequest(f"tags={shown(tag)}: expected {', '.join(known)}", field="tags")
+            if MemoryTag(tag) not in able:
+                raise UnsupportedCapability(f"tags={shown(tag)}: this engine cannot free that memory")
+        return [MemoryTag(tag) for tag in tags] or able
 
     @documented(statuses=(400, *OF_ENGINES), answer=types.CacheReleased)
     @_refusals(error_answer)
