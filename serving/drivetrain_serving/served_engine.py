@@ -19,6 +19,7 @@ from drivetrain.errors import DrivetrainError, EngineBusy, InvalidRequest, TooMa
 from drivetrain.openai.engine_calls import Call
 from drivetrain.text.prompt_threads import in_prompt_thread
 from drivetrain.types.capability import Capability
+from drivetrain.types.modes import PauseMode
 from drivetrain.types.outputs import CompletionChunk, GenerationOutput
 from drivetrain.types.prompts import Prompt, TokenPrompt
 from drivetrain.types.weights import LoraSource, WeightUpdateRequest
@@ -259,11 +260,14 @@ class ServedEngine:
         return path if (path / "adapter_config.json").is_file() else None
 
     async def load_adapter(self, name: str, path: str, *, replace: bool) -> None:
-        """Load an adapter; with ``replace``, one of that name takes the new weights, and requests go on.
+        """Load an adapter; with ``replace``, one of that name takes the new weights.
+
+        If requests in flight use the replaced adapter, all requests in flight end first, and later ones wait.
 
         Raises:
             InvalidRequest: the name is taken, or the folder holds no adapter of this model.
             TooManyAdapters: the engine has no room for another.
+            EngineBusy: the engine is paused, and requests that it holds use the adapter.
         """
         await self.take_adapter(name, path, lambda: self._load(name, path, replace=replace))
 
@@ -284,13 +288,20 @@ class ServedEngine:
     async def _load(self, name: str, path: str, *, replace: bool = False) -> None:
         if replace and name in self.adapters and self.engine.supports(Capability.WEIGHTS_LORA):
             source = LoraSource(lora_name=name, path=path)
-            await self.engine.update_named_weights(WeightUpdateRequest(version=self.version_of(path), source=source))
+            await self.engine.update_named_weights(
+                WeightUpdateRequest(version=self.version_of(path), source=source, mode=self.update_mode())
+            )
         else:
             if replace and name in self.adapters:
                 await self.engine.unload_lora_adapter(name)
                 self._forget(name)
             await self.engine.load_lora_adapter(name, path)
         self.adapters[name] = path
+
+    def update_mode(self) -> PauseMode:
+        """Return the mode of an update: requests in flight end first, but in a pause, which would last for ever."""
+        waits = not self.engine.is_paused and self.engine.supports(Capability.PAUSE_WAIT)
+        return PauseMode.WAIT if waits else PauseMode.RETRACT
 
     async def unload_adapter(self, name: str) -> None:
         """Unload an adapter.

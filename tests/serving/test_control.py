@@ -381,6 +381,26 @@ async def test_adapters_are_loaded_replaced_and_unloaded(
     for path in ("/v1/load_lora_adapter", "/load_lora_adapter", "/skyrl/v1/load_lora_adapter"):
         assert (await client.post(path, json=absent)).status_code == 404, "prime-rl asks again until it is there"
         assert (await client.post(path, json={**absent, "lora_path": str(adapters)})).status_code == 400
+    for path in ("/load_lora_adapter", "/skyrl/v1/load_lora_adapter"):
+        running = asyncio.create_task(client.post("/v1/completions", json={**LONG, "model": "adapter"}))
+        await until_running(engine, 1)
+        await ok(client, path, lora_name="adapter", lora_path=two)
+        assert len((await running).json()["choices"][0]["token_ids"]) == 400, "a request that uses it ends first"
+        assert await text(client, model="adapter") != first
+        await ok(client, path, lora_name="adapter", lora_path=one)
+    running = asyncio.create_task(client.post("/v1/completions", json={**LONG, "model": "adapter"}))
+    await until_running(engine, 1)
+    await ok(client, "/pause?mode=keep&clear_cache=false")
+    held = await client.post("/load_lora_adapter", json={"lora_name": "adapter", "lora_path": two})
+    assert held.status_code == 503, "a pause holds a request that uses it"
+    await ok(client, "/resume")
+    await running
+    running = asyncio.create_task(client.post("/v1/completions", json=LONG))
+    await until_running(engine, 1)
+    await ok(client, "/pause?mode=keep&clear_cache=false")
+    await ok(client, "/load_lora_adapter", lora_name="adapter", lora_path=one)
+    await ok(client, "/resume")
+    assert len((await running).json()["choices"][0]["token_ids"]) == 400, "requests of the model itself go on"
     running = asyncio.create_task(client.post("/v1/completions", json={**LONG, "model": "adapter"}))
     await until_running(engine, 1)
     await ok(client, "/v1/unload_lora_adapter", lora_name="adapter")

@@ -139,6 +139,28 @@ async def test_an_adapter_comes_by_the_weight_transfer(unloaded: Group, adapters
     )
 
 
+async def test_an_adapter_is_loaded_in_a_pause(unloaded: Group, engine: InferenceEngine, adapters: Path) -> None:
+    (client,) = unloaded.clients
+    load = {"lora_name": "adapter", "in_memory": True}
+    for name in ("one", "two"):
+        folder = adapters / name
+        running = asyncio.create_task(client.post("/v1/completions", json=LONG))
+        await until_running(engine, 1)
+        await ok(await client.post("/pause?mode=keep&clear_cache=false"))
+        await ok(await rpc(client, "skyrl_set_lora_receive_target", receive_target=target_of(folder)))
+        await ok(await update(unloaded, folder, tensors_of(folder)))
+        await ok(await client.post("/skyrl/v1/load_lora_adapter", json=load))
+        await ok(await client.post("/resume"))
+        assert len((await ok(await running))["choices"][0]["token_ids"]) == 400
+    running = asyncio.create_task(client.post("/v1/completions", json={**LONG, "model": "adapter"}))
+    await until_running(engine, 1)
+    await ok(await client.post("/pause?mode=keep&clear_cache=false"))
+    held = await client.post("/skyrl/v1/load_lora_adapter", json=load)
+    await ok(await client.post("/resume"))
+    await refused(held, 503, "is used by 1 requests in flight")
+    assert len((await ok(await running))["choices"][0]["token_ids"]) == 400
+
+
 async def test_aliases_name_tensors_that_are_not_sent(unloaded: Group, adapters: Path) -> None:
     (client,) = unloaded.clients
     folder = adapters / "one"

@@ -15,8 +15,6 @@ from starlette.responses import Response
 
 from drivetrain.checks.safe_repr import shown
 from drivetrain.errors import DrivetrainError, InvalidRequest, UnsupportedCapability, WeightVerifyFailed
-from drivetrain.types.capability import Capability
-from drivetrain.types.modes import PauseMode
 from drivetrain.types.weights import TensorData
 from drivetrain_serving.http_layer.answers import json_answer
 from drivetrain_serving.http_layer.bodies import list_of, read_fields, text_of, version_of
@@ -145,17 +143,12 @@ class WeightRoutes:
             if self._engine.is_paused:
                 stats = await self._engine.stats()
                 paused = stats.running + stats.waiting
-            await self._engine.load_weights_from_disk(folder, label, mode=self._mode())
+            await self._engine.load_weights_from_disk(folder, label, mode=self._served.update_mode())
             self._weight_groups.drop_open_update()
         except DrivetrainError as error:
             return failure_answer(error, paused)
         message = "Succeeded to update model weights."
         return json_answer(types.UpdatedFromDisk(success=True, message=message, num_paused_requests=paused))
-
-    def _mode(self) -> PauseMode:
-        """Return how an update treats requests in flight: outside a pause they end first, as in SGLang."""
-        waits = not self._engine.is_paused and self._engine.supports(Capability.PAUSE_WAIT)
-        return PauseMode.WAIT if waits else PauseMode.RETRACT
 
     @documented(body=NewVersionFields, answer=types.VersionRenamed, errors=(FailureBody,))
     async def update_weight_version(self, request: Request) -> Response:

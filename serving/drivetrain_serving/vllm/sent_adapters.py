@@ -165,10 +165,11 @@ class SentAdapters:
     async def load(self, name: str) -> None:
         """Load the adapter that came last by this name; one that is loaded takes its weights.
 
-        Requests in flight that use the loaded one end first, and later ones wait for that.
+        If requests in flight use the loaded one, all requests in flight end first, and later ones wait.
 
         Raises:
             InvalidRequest: None has come by this name, or the engine does not accept it.
+            EngineBusy: The engine is paused, and requests that it holds use the loaded one.
             DrivetrainError: as ``LoraSync.push``. The loaded adapter keeps serving.
         """
         sent = self._sent.get(name)
@@ -182,7 +183,8 @@ class SentAdapters:
             from drivetrain_weight_sync.trainer.pushed_adapter import AdapterTensors
 
         served = self._served
-        push = LoraSync.connect(AdapterTensors(sent.config, sent.tensors), served.engine, name)
+        source = AdapterTensors(sent.config, sent.tensors)
+        push = LoraSync.connect(source, served.engine, name, mode=served.update_mode())
 
         async def pushed() -> None:
             await push.push(version=sent.version or served.version_of(name))
