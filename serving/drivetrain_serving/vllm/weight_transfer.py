@@ -162,7 +162,7 @@ class WeightTransferRoutes:
         info = (await self._fields(request, InitFields)).init_info
         if not isinstance(info, dict):
             raise InvalidRequest(f"init_info={shown(info)}: expected an object", field="init_info")
-        join, chunk_bytes = join_of(info, self._config.weight_group_timeout), _chunk_bytes(info)
+        join, chunk_bytes = join_of(info, self._config.weight_group_timeout), _chunk_bytes(info, "init_info")
         self._adapters.forget()
         await unless_disconnected(request.receive, self._groups.init(join))
         self._chunk_bytes = chunk_bytes
@@ -301,7 +301,7 @@ class WeightTransferRoutes:
                 field="update_info",
             )
         packed = info.get("packed")
-        chunk_bytes = self._chunk_bytes if packed is None else _chunk_bytes(info)
+        chunk_bytes = self._chunk_bytes if packed is None else _chunk_bytes(info, "update_info")
         specs = tuple(_spec(*one) for one in zip(names, dtypes, shapes, strict=True))
         return WeightBucket(group_name=GROUP, specs=specs, chunk_bytes=chunk_bytes)
 
@@ -357,17 +357,15 @@ def _identity(encoded: object) -> bytes:
     return decoded
 
 
-def _chunk_bytes(info: Mapping[str, object]) -> int | None:
-    packed = flag_of(info.get("packed"), "packed")
-    return _integer(info, "packed_buffer_size_bytes", _CHUNK_BYTES) if packed else None
+def _chunk_bytes(info: Mapping[str, object], where: str) -> int | None:
+    packed = flag_of(info.get("packed"), f"{where}.packed")
+    return _integer(info, "packed_buffer_size_bytes", where, _CHUNK_BYTES) if packed else None
 
 
-def _integer(info: Mapping[str, object], name: str, default: int | None = None) -> int:
+def _integer(info: Mapping[str, object], name: str, where: str = "init_info", default: int | None = None) -> int:
     value = info.get(name, default)
     if type(value) is not int or value < 0:
-        raise InvalidRequest(
-            f"{name}={shown(value)}: expected a number that is not negative", field=f"init_info.{name}"
-        )
+        raise InvalidRequest(f"{name}={shown(value)}: expected a number that is not negative", field=f"{where}.{name}")
     return value
 
 
