@@ -22,6 +22,12 @@ from scripted_backend import CALL, ScriptedBackend, scripted_engine
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 API: Final = "a-key-for-requests"
+OF_OTHER_VALUES: list[dict[str, Any]] = [
+    {"$ref": "#/$defs/x", "$defs": {"x": {"type": "array"}}},
+    {"items": {}},
+    {"title": "x"},
+]
+"""Schemas that accept other values than objects."""
 TOOLS: Final = [
     {"name": "add", "description": "Adds.", "input_schema": {"type": "object"}, "cache_control": {"type": "ephemeral"}}
 ]
@@ -215,7 +221,7 @@ async def test_tokens_are_counted_and_nothing_is_recorded(talking: Talking) -> N
                 {"tools": [{"name": "add", "input_schema": schema}], "tool_choice": {"type": "tool", "name": "add"}},
                 "the input of a demanded call is an object",
             )
-            for schema in ({"$ref": "#/$defs/x", "$defs": {"x": {"type": "array"}}}, {"items": {}}, {"title": "x"})
+            for schema in OF_OTHER_VALUES
         ),
         (
             {"tools": TOOLS, "tool_choice": {"type": "any", "disable_parallel_tool_use": "no"}},
