@@ -265,3 +265,9 @@ async def test_handles_and_deltas_are_refused(with_gpu: httpx.AsyncClient) -> No
     await refused(await with_gpu.post("/update_weights", json={"update_info": handles}), 501, "unpickles nothing")
     await refused(await with_gpu.post("/fetch_weights", json={"target_version": 1}), 501, "deltas of a checkpoint")
     await refused(await with_gpu.post("/start_draft_weight_update"), 501, "draft models")
+
+
+async def test_a_wrong_buffer_size_is_named_by_its_place(with_gpu: httpx.AsyncClient) -> None:
+    info = {"names": [], "dtype_names": [], "shapes": [], "packed": True, "packed_buffer_size_bytes": -1}
+    answer = await with_gpu.post("/update_weights", json={"update_info": info})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "update_info.packed_buffer_size_bytes")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import yaml
+from yaml.composer import ComposerError
 
 from drivetrain.checks.pydantic_errors import shown_name
 
@@ -18,7 +19,7 @@ class _Loader(yaml.SafeLoader):
             if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
                 if (key.tag, key.value) in seen:
                     problem = f"{shown_name(key.value)!r} is given twice"
-                    raise yaml.composer.ComposerError(problem=problem, problem_mark=key.start_mark)
+                    raise ComposerError(problem=problem, problem_mark=key.start_mark)
                 seen.add((key.tag, key.value))
         return node
 
