@@ -549,13 +549,13 @@ quick-with-sglang:
 	@# A trainer on one Python and SGLang on another, whose host is no forked one.
 	@OMP_NUM_THREADS=1 $(BIN)/drivetrain demo --backend sglang --isolation process --set python=$(abspath .venvs/sglang/bin/python) --steps 3 --no-plot
 	@$(MAKE) --no-print-directory conformance BACKEND=sglang PROFILE=quick
-	@$(MAKE) --no-print-directory conformance BACKEND=echo
-	@.venvs/echo/bin/python -m pytest -q $(ECHO) -k "generate or stop or errors" # the pytest class; its cases ran above
 	@$(MAKE) --no-print-directory parity
 
 quick-with-vllm:
 	@$(MAKE) --no-print-directory conformance BACKEND=vllm PROFILE=quick
 	@$(MAKE) --no-print-directory conformance BACKEND=transformers PROFILE=quick
+	@$(MAKE) --no-print-directory conformance BACKEND=echo
+	@.venvs/echo/bin/python -m pytest -q $(ECHO) -k "generate or stop or errors" # the pytest class; its cases ran above
 
 mutants: $(READY) ## wrong backends and servers, of which the suite must catch each, and wrong fleets, of which their tests must: half an hour
 	@OMP_NUM_THREADS=1 $(BIN)/drivetrain conformance --mutants $(ARGS)
