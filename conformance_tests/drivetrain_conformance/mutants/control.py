@@ -16,7 +16,15 @@ from drivetrain.types.config import EngineConfig
 from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain.types.outputs import FinishReason
 from drivetrain_conformance.mutants.registry import backend_mutants, mutant, spoiled_backend
-from drivetrain_conformance.mutants.spoil import CorrectBackend, KnowingRequests, answering, cut, own, resubmitting
+from drivetrain_conformance.mutants.spoil import (
+    CorrectBackend,
+    KnowingRequests,
+    KnowingSleep,
+    answering,
+    cut,
+    own,
+    resubmitting,
+)
 
 # Abort ---------------------------------------------------------------------------------------------------------------
 
@@ -332,6 +340,36 @@ class wakes_weights_with_the_cache(CorrectBackend):
         woken = tags | ({MemoryTag.WEIGHTS} if self.asleep else set())
         await super().wake_up(woken if self.asleep else tags - {MemoryTag.WEIGHTS})
         self.asleep = False
+
+
+class _LosingBuffers(KnowingSleep):
+    """Base class of mutants that lose the buffers of positions: a prompt is read in any order from then on."""
+
+    buffers_lost = False
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        """Generate with the buffers, or without."""
+        if self.buffers_lost:
+            request = dataclasses.replace(request, prompt_token_ids=sorted(request.prompt_token_ids))
+        return await super().generate(request)
+
+
+@mutant("sleep/any_order_of_tags", says="token")
+class wakes_the_cache_over_buffers_asleep(_LosingBuffers):
+    """Buffers of sleeping weights are lost when the cache wakes before them."""
+
+    async def wake_up(self, tags: frozenset[MemoryTag]) -> None:
+        await super().wake_up(tags)
+        self.buffers_lost |= self.weights_sleep
+
+
+@mutant("sleep/a_sleeping_engine_refuses_by_name", says="token")
+class frees_buffers_with_the_cache(_LosingBuffers):
+    """Buffers sleep with the cache, and do not come back."""
+
+    async def sleep(self, tags: frozenset[MemoryTag]) -> None:
+        await super().sleep(tags)
+        self.buffers_lost |= MemoryTag.KV_CACHE in tags
 
 
 @mutant("sleep/many_cycles_of_the_cache_hold_no_more_memory", says="more bytes of memory")

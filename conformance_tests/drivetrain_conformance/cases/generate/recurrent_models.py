@@ -157,6 +157,17 @@ async def _check_sleeps(bench: Bench, engine: InferenceEngine, model: Path) -> N
         assert MemoryTag.KV_CACHE not in asleep or not any(cached), (
             f"after a sleep of the KV cache, {cached} tokens of prompts were found in the prefix cache"
         )
+    if tags:
+        await _check_many_sleeps(bench, engine, model, 4 * bench.profile.cycles)
+
+
+async def _check_many_sleeps(bench: Bench, engine: InferenceEngine, model: Path, cycles: int) -> None:
+    """Check the answers after each of ``cycles`` sleeps of the caches."""
+    prompts = [bench.prompt(length, engine) for length in (9, 4)]
+    for _ in range(cycles):
+        await engine.sleep([MemoryTag.KV_CACHE])
+        await engine.wake_up()
+        _check(bench, await _answers(engine, prompts, 3), engine, model)
 
 
 async def _check_an_update(bench: Bench, engine: InferenceEngine, model: Path) -> None:
