@@ -86,6 +86,14 @@ def serve(
         bool,
         typer.Option("--open-to-all", help="Take no keys: anyone who reaches the port generates and changes weights."),
     ] = False,
+    allowed_hosts: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allowed-host",
+            help="Name by which clients may call a server without keys, beside localhost; repeatable. *: any name.",
+            show_default=False,
+        ),
+    ] = None,
     lora_folder: Annotated[
         Path | None,
         typer.Option(help="Folder of adapters; each is loaded when a request first names it.", show_default=False),
@@ -142,6 +150,7 @@ def serve(
         "control_key": control_key,
         "open_control": open_control,
         "open_to_all": open_to_all,
+        "allowed_hosts": tuple(allowed_hosts or ()),
         "lora_folder": None if lora_folder is None else str(lora_folder),
         "cast_weights": cast_weights,
         "log_requests": log_requests,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import ipaddress
 import os
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, field_validator, model_validator
+
+from drivetrain_serving.host_names import AllowedHosts, is_loopback, require_host
 
 
 class SessionConfig(BaseModel):
@@ -88,6 +89,12 @@ class ServerConfig(BaseModel):
         description="Take no keys, also from other machines: whoever reaches the port may generate and change the "
         "weights.",
     )
+    allowed_hosts: tuple[str, ...] = Field(
+        default=(),
+        description="Names and addresses by which clients may call routes that need no key, beside ``host``, localhost "
+        "and loopback addresses; ``*.DOMAIN``: all below a domain; ``*``: any. If empty, a server that can be reached "
+        "from other machines, or with ``open_to_all``, takes any.",
+    )
     lora_folder: str | None = Field(
         default=None, description="Folder of adapters that are loaded when a request first names one."
     )
@@ -131,6 +138,11 @@ class ServerConfig(BaseModel):
         default=30.0, description="Seconds that requests in flight get to end after SIGTERM."
     )
 
+    @field_validator("allowed_hosts")
+    @classmethod
+    def _are_hosts(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(map(require_host, names))
+
     @field_validator("trace_requests")
     @classmethod
     def _only_with_opentelemetry(cls, wanted: bool) -> bool:
@@ -140,6 +152,13 @@ class ServerConfig(BaseModel):
             except ImportError as error:
                 raise ValueError(f"spans need OpenTelemetry; install drivetrain[otel] ({error})") from None
         return wanted
+
+    @property
+    def hosts(self) -> AllowedHosts | None:
+        """The hosts by which clients may call routes that need no key; None: any."""
+        if self.allowed_hosts or (is_loopback(self.host) and not self.open_to_all):
+            return AllowedHosts(self.host, self.allowed_hosts)
+        return None
 
     @model_validator(mode="after")
     def _keys_where_others_can_call(self) -> ServerConfig:
@@ -158,11 +177,3 @@ class ServerConfig(BaseModel):
                 "weights; give a control_key, or open_control=True"
             )
         return self
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether only this machine can connect to ``host``."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

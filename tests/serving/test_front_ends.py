@@ -152,6 +152,21 @@ async def test_keys_open_the_same_routes_in_every_process(shared: Running, engin
     }
 
 
+async def test_every_process_refuses_hosts_of_pages_of_other_sites(engine: InferenceEngine) -> None:
+    """The process that answers a request checks its host; one that passes it on keeps the host of its target."""
+    config = ServerConfig(port=0, processes=2, allowed_hosts=("trainer.internal",))
+    limits = httpx.Limits(max_keepalive_connections=0)
+    async with (
+        Server(engine, config) as server,
+        httpx.AsyncClient(base_url=server.url, timeout=HANGING, limits=limits) as client,
+    ):
+        for path in OF_EACH_PROCESS:
+            for host, refused in (("localhost", False), ("Trainer.internal:1", False), ("evil.example:8000", True)):
+                by_header = await client.post(path, json={}, headers={"host": host})
+                by_target = await client.post(path, json={}, extensions={"target": f"http://{host}{path}".encode()})
+                assert {by_header.status_code, by_target.status_code} == {403 if refused else 400}, (path, host)
+
+
 async def test_the_processes_keep_one_set_of_sessions(shared: Running, engine: InferenceEngine) -> None:
     names = [f"together-{number}" for number in range(4)]
     for name in names:

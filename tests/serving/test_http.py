@@ -108,7 +108,7 @@ async def test_a_bad_body_is_refused(
 
 async def test_a_body_without_a_length_is_bounded_too(server: Server) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rpartition(":")[2]))
-    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n")
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n")
     writer.write(b"transfer-encoding: chunked\r\n\r\n")
     sent = 0
     try:
@@ -126,7 +126,7 @@ async def test_a_body_without_a_length_is_bounded_too(server: Server) -> None:
 async def test_a_body_that_does_not_come_is_given_up(engine: InferenceEngine) -> None:
     async with Server(engine, ServerConfig(port=0, body_timeout=0.2)) as server:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rpartition(":")[2]))
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n")
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n")
         writer.write(b"content-length: 100\r\n\r\n{")
         async with asyncio.timeout(HANGING):
             assert b" 408 " in await reader.readline()
@@ -192,19 +192,114 @@ async def test_a_wrong_path_or_method(client: httpx.AsyncClient, method: str, pa
     assert (response.status_code, response.json()["error"]["code"]) == (status, status)
 
 
-@pytest.mark.parametrize("place", ["http://x", "HTTP://another:1", "https://x%20y"])
-async def test_a_target_with_a_host_is_one_without(server: Server, place: str) -> None:
-    async def asked(target: str) -> bytes:
-        reader, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rpartition(":")[2]))
-        writer.write(f"GET {target} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
-        async with asyncio.timeout(HANGING):
-            answer = await reader.read()
-        writer.close()
-        return answer
+async def asked_by_hand(server: Server, target: str, *headers: str, version: str = "1.1") -> bytes:
+    """Return the answer to a GET request whose headers, ``Host`` too, are these."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rpartition(":")[2]))
+    writer.write("\r\n".join((f"GET {target} HTTP/{version}", "connection: close", *headers, "", "")).encode())
+    async with asyncio.timeout(HANGING):
+        answer = await reader.read()
+    writer.close()
+    return answer
 
-    assert b'"data"' in await asked(f"{place}/v1/models?a=b")
-    assert (await asked(place)).startswith(b"HTTP/1.1 200 OK")
-    assert (await asked(f"{place}/nowhere")).startswith(b"HTTP/1.1 404 ")
+
+@pytest.mark.parametrize("place", ["http://localhost", "HTTP://127.0.0.1:1", "https://[::1]"])
+async def test_a_target_with_a_host_is_one_without(server: Server, place: str) -> None:
+    for host in ("localhost", "evil.example"):
+        asked = f"host: {host}"
+        assert b'"data"' in await asked_by_hand(server, f"{place}/v1/models?a=b", asked)
+        assert (await asked_by_hand(server, place, asked)).startswith(b"HTTP/1.1 200 OK")
+        assert (await asked_by_hand(server, f"{place}/nowhere", asked)).startswith(b"HTTP/1.1 404 ")
+
+
+@pytest.mark.parametrize(
+    "place",
+    ["http://evil.example", "HTTP://evil.example:1", "https://x%20y", "http://localhost@evil.example", "http://"],
+)
+async def test_the_host_of_a_target_counts(server: Server, place: str) -> None:
+    assert (await asked_by_hand(server, f"{place}/v1/models", "host: localhost")).startswith(b"HTTP/1.1 403 ")
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        *("localhost", "LOCALHOST:8000", "localhost.", "localhost.:80", "policy.localhost", "127.0.0.1:8000"),
+        *("127.1.2.3", "[::1]", "[::1]:8000", "[::ffff:127.0.0.1]", "[0:0:0:0:0:0:0:1]:1", "localhost:"),
+        *("0.0.0.0:8000", "[::]:8000"),
+    ],
+)
+async def test_hosts_of_this_machine_need_no_key(server: Server, host: str) -> None:
+    for path in ("/v1/models", "/is_paused", "/weight_version", "/sessions"):
+        assert (await asked_by_hand(server, path, f"host: {host}")).startswith(b"HTTP/1.1 200 "), path
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        *("evil.example", "evil.example:8000", "localhost.evil.example", "evillocalhost", "localhost:80@evil.example"),
+        *("10.0.0.1:8000", "[fe80::1]:8000", "127.0.0.1.evil.example", "localhost..", "[::1", "a b", "", "\N{BULLET}"),
+    ],
+)
+async def test_a_page_whose_name_means_this_machine_gets_nothing_without_a_key(server: Server, host: str) -> None:
+    """The browser takes server and page for one site, so that ``Origin`` is that of the server."""
+    more = (f"host: {host}", f"origin: http://{host}", "sec-fetch-site: same-origin")
+    for path in ("/v1/models", "/is_paused", "/weight_version", "/flush_cache", "/sessions", "/sessions/s/v1/models"):
+        refused = await asked_by_hand(server, path, *more)
+        assert refused.startswith(b"HTTP/1.1 403 "), path
+        assert b"--allowed-host" in refused
+    for path in ("/health", "/ready", "/"):
+        assert (await asked_by_hand(server, path, *more)).startswith(b"HTTP/1.1 200 "), path
+
+
+async def test_the_refusal_of_a_host_names_the_option_for_it(server: Server) -> None:
+    refused = await asked_by_hand(server, "/v1/models", "host: Trainer.internal:8000")
+    words = json.loads(refused.partition(b"\r\n\r\n")[2])["error"]
+    assert "'Trainer.internal:8000'" in words
+    assert "--allowed-host trainer.internal" in words
+
+
+async def test_clients_of_http_1_0_need_no_host(server: Server) -> None:
+    assert b" 200 " in (await asked_by_hand(server, "/is_paused", version="1.0")).partition(b"\r\n")[0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "allowed", "refused"),
+    [
+        (
+            {"allowed_hosts": ["Trainer.internal."]},
+            ["trainer.internal:1", "TRAINER.internal", "localhost"],
+            ["internal"],
+        ),
+        ({"allowed_hosts": ["*.Internal"]}, ["a.internal", "b.a.internal:8000"], ["internal", "internal.evil.example"]),
+        ({"allowed_hosts": ["10.0.0.1", "FE80::1"]}, ["10.0.0.1:1", "[fe80:0::1]"], ["10.0.0.2", "[fe80::2]"]),
+        ({"allowed_hosts": ["*"]}, ["evil.example", "10.0.0.1", ""], []),
+        ({"api_key": API}, ["evil.example", ""], []),
+        ({"control_key": CONTROL}, ["localhost"], ["evil.example"]),
+        ({"open_to_all": True}, ["evil.example"], []),
+        ({"open_to_all": True, "host": "0.0.0.0"}, ["evil.example"], []),
+        ({"open_to_all": True, "host": "10.0.0.9", "allowed_hosts": ["a"]}, ["a", "10.0.0.9:1"], ["evil.example"]),
+        ({"api_key": API, "open_control": True, "host": "0.0.0.0"}, ["evil.example"], []),
+    ],
+)
+async def test_which_hosts_a_configuration_allows(
+    engine: InferenceEngine, fields: dict[str, object], allowed: list[str], refused: list[str]
+) -> None:
+    config = ServerConfig.model_validate(fields)
+    app = create_app(engine, config)
+    key = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url="http://localhost", headers=key
+    ) as client:
+        statuses = {
+            host: (await client.get("/v1/models", headers={"Host": host})).status_code for host in allowed + refused
+        }
+    await app.state.sessions.close()
+    assert statuses == dict.fromkeys(allowed, 200) | dict.fromkeys(refused, 403)
+
+
+@pytest.mark.parametrize("name", ["", "http://a", "a:8000", "a/b", "*a", "a.*", "*.*", "[::1]", "a b", "a@b"])
+async def test_a_wrong_allowed_host_is_refused(name: str) -> None:
+    with pytest.raises(ValidationError, match="without scheme and port"):
+        ServerConfig(allowed_hosts=(name,))
 
 
 @pytest.mark.parametrize(
@@ -213,9 +308,9 @@ async def test_a_target_with_a_host_is_one_without(server: Server, place: str) -
         ({"Origin": "https://evil.example"}, True),
         ({"Origin": "null"}, True),
         ({"Sec-Fetch-Site": "cross-site"}, True),
-        ({"Sec-Fetch-Site": "same-site", "Origin": "http://server"}, True),
-        ({"Origin": "http://server"}, False),
-        ({"Sec-Fetch-Site": "same-origin", "Origin": "http://server"}, False),
+        ({"Sec-Fetch-Site": "same-site", "Origin": "http://localhost"}, True),
+        ({"Origin": "http://localhost"}, False),
+        ({"Sec-Fetch-Site": "same-origin", "Origin": "http://localhost"}, False),
         ({"Sec-Fetch-Site": "none"}, False),
     ],
 )
@@ -226,7 +321,7 @@ async def test_pages_of_other_sites_get_nothing_without_a_key(
         app = create_app(engine, ServerConfig.model_validate(config))
         key = {"Authorization": f"Bearer {CONTROL}"}
         transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://server", headers=headers | key) as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers | key) as client:
             assert (await client.get("/health")).status_code == 200
             asked = [await client.post("/resume"), await client.get("/flush_cache"), await client.get("/v1/models")]
         await app.state.sessions.close()
@@ -245,7 +340,7 @@ async def test_a_fault_of_the_server_has_the_form_of_an_error(
     monkeypatch.setattr(engine, "get_weight_version", broken)
     app = create_app(engine)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         answer = await client.get("/weight_info")
     await app.state.sessions.close()
     assert answer.status_code == 500

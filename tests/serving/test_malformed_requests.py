@@ -126,7 +126,7 @@ class Served:
         self._runner = runner
         self._engine = engine
         self._model = model
-        self._client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://app")
+        self._client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
 
     def faults(self, value: object) -> list[str]:
         """Send ``value`` in every field of every route; return the requests that failed with a fault."""

@@ -25,7 +25,7 @@ KEY = "0123456789abcdef"
 
 async def document_at(engine: InferenceEngine, dialect: Literal["vllm", "sglang"]) -> tuple[Starlette, Any]:
     app = create_app(engine, ServerConfig(dialect=dialect))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
         response = await client.get("/openapi.json")
     assert response.status_code == 200
     return app, response.json()

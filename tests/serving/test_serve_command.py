@@ -166,7 +166,7 @@ def test_nothing_of_a_killed_server_is_left_to_processes_that_were_forked_from_i
         stack.callback(psutil.Process(int(server.stdout.readline())).kill)
         port = int(server.stdout.readline())
         client = stack.enter_context(socket.create_connection(("127.0.0.1", port), HANGING))
-        client.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        client.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
         assert client.recv(1 << 16).startswith(b"HTTP/1.1 200")
         server.stdin.write("\n")
         server.stdin.flush()
@@ -274,6 +274,7 @@ SERVER = """
 served_model_name: [of-the-file]
 dialect: sglang
 max_body_bytes: 300
+allowed_hosts: [of.the.file]
 sessions: {most_sessions: 1, timeout: 900}
 """
 
@@ -281,7 +282,11 @@ sessions: {most_sessions: 1, timeout: 900}
 def test_options_override_the_file_of_the_server(model: Path, tmp_path: Path) -> None:
     file = tmp_path / "server.yaml"
     file.write_text(SERVER)
-    with serving(model, "--server-config", str(file), "--dialect", "vllm", "--keep-answers") as (server, url):
+    with serving(
+        model, "--server-config", str(file), "--dialect", "vllm", "--keep-answers", "--allowed-host", "a.b"
+    ) as (server, url):
+        for host, status in (("a.b", 200), ("of.the.file", 403)):
+            assert httpx.get(f"{url}/v1/models", headers={"host": host}, timeout=HANGING).status_code == status
         models = httpx.get(f"{url}/v1/models", timeout=HANGING).json()["data"]
         assert [(one["id"], one["owned_by"]) for one in models] == [("of-the-file", "vllm")]
         body = {"prompt": [5] * 200, "max_tokens": 1}
@@ -302,6 +307,7 @@ def test_options_override_the_file_of_the_server(model: Path, tmp_path: Path) ->
         ("sessions: {most_turns: 0}", [], "most_turns"),
         ("sessions: 3", ["--keep-answers"], "sessions"),
         ("host: 0.0.0.0", [], "api_key"),
+        ("port: 0", ["--allowed-host", "http://trainer:8000"], "allowed_hosts"),
         ("- a", [], "mapping"),
     ],
 )

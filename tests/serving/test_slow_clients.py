@@ -35,8 +35,8 @@ NEVER = 10 * HANGING
 SOON = 0.3
 MIB = 1 << 20
 PIECE = "a" * (MIB // 16)
-HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
-DOCUMENT = b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n"
+HEALTH = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
+DOCUMENT = b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n"
 PATHS = ("/v1/completions", "/update_weights", *(f"/sessions/s-{number}/v1/chat/completions" for number in range(4)))
 """Paths that the process which accepted the connection, the engine's owner, and either front-end answer."""
 Way = Callable[..., AbstractAsyncContextManager[int]]
@@ -44,7 +44,10 @@ Way = Callable[..., AbstractAsyncContextManager[int]]
 
 
 def head(path: str, *more: str) -> bytes:
-    return "\r\n".join((f"POST {path} HTTP/1.1", "host: x", "content-type: application/json", *more)).encode() + b"\r\n"
+    return (
+        "\r\n".join((f"POST {path} HTTP/1.1", "host: localhost", "content-type: application/json", *more)).encode()
+        + b"\r\n"
+    )
 
 
 def whole(path: str, body: dict[str, object]) -> bytes:
@@ -294,7 +297,7 @@ async def test_the_last_bytes_of_an_answer_are_given_up_too(pieces: int) -> None
         clients = set()
         for size in range(MIB // 16, MIB // 2, 8 << 10):
             client = stack.enter_context(taking_little(port))
-            client.sendall(b"GET /%d HTTP/1.1\r\nhost: x\r\n\r\n" % size)
+            client.sendall(b"GET /%d HTTP/1.1\r\nhost: localhost\r\n\r\n" % size)
             await readable(client)
             clients.add(client.getsockname())
         await until(lambda: not clients & {one.raddr for one in psutil.Process().net_connections("tcp4")})

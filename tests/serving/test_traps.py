@@ -262,7 +262,7 @@ async def test_a_client_that_keeps_a_connection_for_longer_than_five_seconds(ser
     port = int(server.url.rpartition(":")[2])
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     for wait in (5.5, 0):
-        writer.write(b"GET /is_paused HTTP/1.1\r\nhost: x\r\n\r\n")
+        writer.write(b"GET /is_paused HTTP/1.1\r\nhost: localhost\r\n\r\n")
         async with asyncio.timeout(HANGING):
             assert await reader.readuntil(b"}") != b""
         await asyncio.sleep(wait)

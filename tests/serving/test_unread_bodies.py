@@ -48,7 +48,7 @@ class Early:
     """The server cannot find the next request, or does not want it."""
 
     def head(self, *more: str) -> bytes:
-        lines = [f"{self.method} {self.path} HTTP/1.1", "host: x", *self.headers, *more, "", ""]
+        lines = [f"{self.method} {self.path} HTTP/1.1", "host: localhost", *self.headers, *more, "", ""]
         return "\r\n".join(lines).encode()
 
 
@@ -126,7 +126,7 @@ async def sends_all_and_then_reads(port: int, early: Early, *, chunked: bool, cl
             assert await reader.read() == b""
             return
         for _ in range(2):
-            writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+            writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
             assert (await answer(reader))[0] == then
 
 
@@ -242,7 +242,7 @@ async def test_a_body_that_stops_is_given_up(engine: InferenceEngine, close: boo
 
 async def test_junk_after_a_refused_body_is_cut_off() -> None:
     async with on_a_port(refuses) as port, connection(port) as (reader, writer):
-        writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{")
+        writer.write(b"POST / HTTP/1.1\r\nhost: localhost\r\ncontent-length: 2\r\n\r\n{")
         assert (await answer(reader))[0] == 401
         writer.write(b"}no request\r\n\r\n")
         assert (await answer(reader))[0] == 400
@@ -271,7 +271,7 @@ async def test_a_kept_connection_that_is_idle_afterwards_is_closed(monkeypatch: 
 
     monkeypatch.setattr(uvicorn, "Config", Impatient)
     async with on_a_port(refuses) as port, connection(port) as (reader, writer):
-        writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{")
+        writer.write(b"POST / HTTP/1.1\r\nhost: localhost\r\ncontent-length: 2\r\n\r\n{")
         assert (await answer(reader))[0] == 401
         writer.write(b"}")
         assert await reader.read() == b""

@@ -202,7 +202,7 @@ async def test_requests_do_not_go_on_with_tensors_missing(
     tensors = tensors_of(other_model)
     await groups.commit_open_update()
     async with (
-        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://app", timeout=HANGING) as client,
+        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost", timeout=HANGING) as client,
         a_group(trainer, client) as group,
     ):
         await engine.pause_generation("abort")

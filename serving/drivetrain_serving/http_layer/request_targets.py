@@ -8,11 +8,11 @@ from urllib.parse import unquote
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-_AUTHORITY: Final = re.compile(rb"https?://[^/?#]*", re.IGNORECASE)
+_AUTHORITY: Final = re.compile(rb"https?://([^/?#]*)", re.IGNORECASE)
 
 
 class TakesAbsoluteTargets:
-    """Middleware: ``http://host/path`` is a request for ``/path``, whatever the host.
+    """Middleware: ``http://host/path`` is a request for ``/path``, with that host in the place of the header's.
 
     Args:
         app: The application.
@@ -25,5 +25,6 @@ class TakesAbsoluteTargets:
         """Pass the request on."""
         if scope["type"] == "http" and (found := _AUTHORITY.match(scope["raw_path"])):
             raw_path = scope["raw_path"][found.end() :] or b"/"
-            scope = {**scope, "raw_path": raw_path, "path": unquote(raw_path.decode("ascii"))}
+            headers = [(b"host", found[1]), *(one for one in scope["headers"] if one[0] != b"host")]
+            scope = {**scope, "raw_path": raw_path, "path": unquote(raw_path.decode("ascii")), "headers": headers}
         await self._app(scope, receive, send)

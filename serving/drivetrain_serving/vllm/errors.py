@@ -77,9 +77,9 @@ def http_error_answer(error: HTTPException) -> Response:
     return answer
 
 
-def forbidden() -> Response:
-    """Return the answer to a request that a page of another site made."""
-    return json_answer(PlainErrorBody(error="Forbidden: a page of another site asked; give the server an api_key"), 403)
+def forbidden(reason: str) -> Response:
+    """Return the answer to a request that a page of another site may have made."""
+    return json_answer(PlainErrorBody(error=f"Forbidden: {reason}"), 403)
 
 
 def unauthorized() -> Response:
