@@ -167,6 +167,37 @@ async def test_every_process_refuses_hosts_of_pages_of_other_sites(engine: Infer
                 assert {by_header.status_code, by_target.status_code} == {403 if refused else 400}, (path, host)
 
 
+async def test_answers_are_derendered_in_every_process(shared: Running, engine: InferenceEngine) -> None:
+    one, other = shared.each
+
+    async def of(client: httpx.AsyncClient, path: str, body: Any) -> Any:
+        answer = await client.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    for path, asked in (("/v1/chat/completions", {**CHAT, "seed": 3}), ("/v1/completions", {**FOUR, "temperature": 0})):
+        chat = "messages" in asked
+        said = "message" if chat else "text"
+        direct = await of(one, path, asked)
+        rendered = await of(other, f"{path}/render", asked)
+        generated = await of(one, "/inference/v1/generate", rendered if chat else rendered[0])
+        whole = {"chat_request": asked, "generate_response": generated} if chat else {"generate_responses": [generated]}
+        found = await of(other, f"{path}/derender", whole)
+        assert found["choices"][0][said] == direct["choices"][0][said]
+        text, state = "", None
+        for place, token in enumerate(ids := generated["choices"][0]["token_ids"]):
+            end = "length" if place == len(ids) - 1 else None
+            chunk = {"request_id": "r", "choices": [{"index": 0, "token_ids": [token], "finish_reason": end}]}
+            body = {"stream": True, "generate_chunk": chunk, "stream_state": state}
+            answer = await of(
+                (one, other)[place % 2], f"{path}/derender", {**body, "chat_request": asked} if chat else body
+            )
+            state = answer["stream_state"]
+            for choice in answer["chunk"]["choices"]:
+                text += (choice["delta"].get("content") or "") if chat else choice["text"]
+        assert text == (direct["choices"][0]["message"]["content"] if chat else direct["choices"][0]["text"])
+
+
 async def test_the_processes_keep_one_set_of_sessions(shared: Running, engine: InferenceEngine) -> None:
     names = [f"together-{number}" for number in range(4)]
     for name in names:
