@@ -191,6 +191,33 @@ ASKED: Final = (
         {"messages": MESSAGES, **SHORT, "stream": True,
          "stream_options": {"include_usage": True, "continuous_usage_stats": True}},
     ),
+    *(
+        Asked(f"{name}: {path}", "POST", path, {**body, **fields}, (*_CHAT, *_RENDERED))
+        for path, body in (
+            ("/v1/completions", {"prompt": [5], **SHORT}),
+            ("/v1/chat/completions", {"messages": MESSAGES, **SHORT}),
+            ("/v1/chat/completions/render", {"messages": MESSAGES, **SHORT}),
+        )
+        for name, fields in (
+            ("options of no stream", {"stream_options": {"include_usage": True}}),
+            ("false options of no stream", {"stream": False, "stream_options": {"include_usage": False}}),
+            ("no options of no stream", {"stream": None, "stream_options": {}}),
+            ("options that are no object", {"stream": True, "stream_options": "usage"}),
+            ("option that is no boolean", {"stream": True, "stream_options": {"include_usage": "maybe"}}),
+            ("no allowed ids", {"allowed_token_ids": []}),
+        )
+        if not (path.endswith("render") and name == "no allowed ids")  # vLLM looks at them when it generates
+    ),
+    _chat("top logprobs without logprobs", tools=None, top_logprobs=1),
+    _chat("no top logprobs without logprobs", tools=None, max_tokens=4, top_logprobs=0),
+    _chat("both ends of a prompt", tools=None, add_generation_prompt=True, continue_final_message=True),
+    _chat("usage in each chunk alone", tools=None, max_tokens=4, stream=True,
+          stream_options={"continuous_usage_stats": True}),
+    Asked("options of no stream of ids", "POST", "/inference/v1/generate",
+          {"token_ids": [5], "sampling_params": SHORT, "stream_options": {"include_usage": True}},
+          ("choices.[].sampling_mask", "ec_transfer_params")),
+    Asked("no allowed ids of ids", "POST", "/inference/v1/generate",
+          {"token_ids": [5], "sampling_params": {**SHORT, "allowed_token_ids": []}}),
     Asked("id of a header", "POST", "/v1/completions", {"prompt": [5], **SHORT}, headers={"X-Request-Id": "mine"}),
     Asked(
         "rendered chat", "POST", "/v1/chat/completions/render",

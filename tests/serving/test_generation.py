@@ -89,7 +89,8 @@ async def test_ids_come_only_if_they_are_asked_for(client: httpx.AsyncClient) ->
         {"use_beam_search": False, "truncate_prompt_tokens": None, "bad_words": [], "suffix": ""},
         {"a_field_of_a_later_release": {"x": 1}, "cache_salt": "step-3", "session_id": "s", "stream_interval": 1},
         {"model": "policy"},
-        {"stream": False, "stream_options": {"include_usage": True}},
+        {"stream": False, "stream_options": {}},
+        {"stream_options": None},
         {"include_stop_str_in_output": True},
         {"store": True, "service_tier": "flex", "metadata": {"run": 7}, "user": 7, "verbosity": "low"},
         {"prompt_cache_key": "k", "prompt_cache_retention": "24h", "safety_identifier": "s", "watermarking": False},
@@ -128,6 +129,7 @@ async def test_what_changes_nothing_is_taken(client: httpx.AsyncClient, tolerate
         ({"structured_outputs": {"grammar": 5}}, "structured_outputs.grammar"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}}, "response_format"),
         ({"prompt": []}, "prompt"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
     ],
 )
 async def test_what_would_change_the_answer_is_refused_by_name(
@@ -360,6 +362,68 @@ def test_the_template_gets_the_reasoning_effort_if_it_reads_it() -> None:
     assert read_chat(body, "{{ messages }}", stream=False).chat_template_kwargs == {}
     given = {**body, "chat_template_kwargs": {"reasoning_effort": "high"}}
     assert read_chat(given, "{{ reasoning_effort }}", stream=False).chat_template_kwargs["reasoning_effort"] == "high"
+
+
+def test_the_template_is_told_not_to_think_for_an_effort_of_none() -> None:
+    body: dict[str, object] = {"messages": [{"role": "user", "content": "a"}]}
+    template = "{{ enable_thinking }}"
+    for effort, thinks in (("none", False), ("low", True)):
+        asked = read_chat({**body, "reasoning_effort": effort}, template, stream=False)
+        assert asked.chat_template_kwargs == {"enable_thinking": thinks}
+    given = {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}
+    assert read_chat({**body, **given}, template, stream=False).chat_template_kwargs == {"enable_thinking": True}
+
+
+MISPLACED: list[tuple[dict[str, object], str]] = [
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": False, "stream_options": {"include_usage": False}}, "stream_options"),
+    ({"stream": True, "stream_options": "usage"}, "stream_options"),
+    ({"stream": True, "stream_options": {"include_usage": "maybe"}}, "stream_options.include_usage"),
+    ({"stream": True, "stream_options": {"continuous_usage_stats": 1}}, "stream_options.continuous_usage_stats"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), MISPLACED)
+async def test_options_of_a_stream_are_read_or_refused(
+    client: httpx.AsyncClient, fields: dict[str, object], param: str
+) -> None:
+    said = {"messages": [{"role": "user", "content": "a"}], **GREEDY}
+    for path, body in (
+        ("/v1/completions", {"prompt": [5], **GREEDY}),
+        ("/v1/chat/completions", said),
+        ("/sessions/options/v1/chat/completions", said),
+        ("/v1/completions/render", {"prompt": [5], **GREEDY}),
+        ("/v1/chat/completions/render", said),
+    ):
+        response = await client.post(path, json={**body, **fields})
+        assert response.status_code == 400, path
+        assert response.json()["error"]["param"] == param, path
+
+
+@pytest.mark.parametrize("options", ["usage", {"include_usage": "maybe"}, {"continuous_usage_stats": 1}])
+async def test_wrong_options_of_a_stream_of_ids_are_refused(client: httpx.AsyncClient, options: object) -> None:
+    body = {"token_ids": [5], "sampling_params": GREEDY, "stream": True, "stream_options": options}
+    response = await client.post("/inference/v1/generate", json=body)
+    assert response.status_code == 400
+    assert "stream_options" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": False, "top_logprobs": -1}, "top_logprobs"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+    ],
+)
+async def test_fields_of_a_chat_that_need_another_one_are_refused_without_it(
+    client: httpx.AsyncClient, fields: dict[str, object], param: str
+) -> None:
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    response = await client.post("/v1/chat/completions", json={"messages": messages, **GREEDY, **fields})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
 async def test_ids_in_ids_out(client: httpx.AsyncClient, engine: InferenceEngine) -> None:

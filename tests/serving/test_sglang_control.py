@@ -14,6 +14,8 @@ import pytest_asyncio
 
 from drivetrain import InferenceEngine
 from drivetrain_serving import Server, ServerConfig
+from drivetrain_serving.served_engine import ServedEngine
+from drivetrain_serving.sglang.openai_fields import translated
 from drivetrain_serving.sglang.routes import TENSOR_ROUTES
 from engines import HANGING, until_running
 
@@ -312,6 +314,21 @@ async def test_sglangs_fields_of_openais_requests_are_honoured(
             assert response.json()["param"].startswith(name)
     unknown = await sglang.post("/v1/completions", json={**asked, "model": "policy:nobody"})
     assert unknown.status_code == 404
+
+
+async def test_options_of_no_stream_are_ignored_in_sglangs_dialect(
+    sglang: httpx.AsyncClient, engine: InferenceEngine
+) -> None:
+    options = {"stream_options": {"include_usage": True}, "max_tokens": 2}
+    await ok(sglang, "/v1/completions", prompt=[5], **options)
+    await ok(sglang, "/v1/chat/completions", messages=[{"role": "user", "content": "a"}], **options)
+
+
+async def test_sglangs_templates_are_told_not_to_think_for_an_effort_of_none(served: InferenceEngine) -> None:
+    engine = ServedEngine(served, ServerConfig())
+    for given, expected in (({}, {"thinking": False}), ({"thinking": True}, {"thinking": True})):
+        body = {"reasoning_effort": "none", "chat_template_kwargs": given}
+        assert translated(body, engine)["chat_template_kwargs"] == expected
 
 
 async def test_a_profile_is_recorded(client: httpx.AsyncClient, engine: InferenceEngine, tmp_path: Path) -> None:

@@ -43,6 +43,11 @@ def translated(body: Mapping[str, object], served: ServedEngine) -> Mapping[str,
     grammars = {ours: body[theirs] for theirs, ours in _GRAMMARS.items() if body.get(theirs) is not None}
     if grammars:
         fields["structured_outputs"] = grammars
+    if not fields.get("stream"):
+        fields.pop("stream_options", None)  # SGLang ignores them then, and vLLM refuses them
+    effort, variables = fields.get("reasoning_effort"), fields.get("chat_template_kwargs") or {}
+    if effort is not None and isinstance(variables, Mapping):
+        fields["chat_template_kwargs"] = {"thinking": effort != "none", **variables}
     priority = fields.get("priority")
     if isinstance(priority, int):
         fields["priority"] = -priority  # higher is sooner here; the routes read vLLM's order

@@ -8,6 +8,7 @@ that would change the tokens and cannot be honoured is refused.
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
@@ -23,6 +24,7 @@ from drivetrain.openai.engine_calls import Call
 from drivetrain.openai.payloads import ChatPayload, CompletionPayload, parse
 from drivetrain.types.prompts import TokenPrompt
 from drivetrain.types.sampling import EbnfGrammar, JsonSchema, RegexGrammar, StructuredOutput, TokenId
+from drivetrain_serving.http_layer.bodies import flag_of
 from drivetrain_serving.sampling_fields import ids_from_json, regex_of_choices, seed_of
 
 _REFUSED: Final = (
@@ -147,7 +149,8 @@ def read_chat(body: Mapping[str, object], template: str, *, stream: bool) -> Cha
 
     Args:
         body: The request.
-        template: The model's chat template. It gets ``reasoning_effort`` if it reads it.
+        template: The model's chat template. It gets ``reasoning_effort``, and ``enable_thinking`` which is false for
+            an effort of ``none``, if it reads them.
         stream: True if the response will be streamed.
 
     Raises:
@@ -165,9 +168,16 @@ def read_chat(body: Mapping[str, object], template: str, *, stream: bool) -> Cha
         fields.pop("logprobs", None)
         if not fields.get("top_logprobs"):
             fields.pop("top_logprobs", None)
+    if fields.get("continue_final_message") and fields.get("add_generation_prompt"):
+        raise InvalidRequest(
+            "continue_final_message and add_generation_prompt are both true; leave one of them out",
+            field="continue_final_message",
+        )
     effort, variables = fields.pop("reasoning_effort", None), fields.get("chat_template_kwargs") or {}
-    if effort is not None and "reasoning_effort" in template and isinstance(variables, Mapping):
-        fields["chat_template_kwargs"] = {"reasoning_effort": effort, **variables}
+    if effort is not None and isinstance(variables, Mapping):
+        of_effort = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+        read = {name: one for name, one in of_effort.items() if re.search(rf"\b{name}\b", template)}
+        fields["chat_template_kwargs"] = {**read, **variables}
     return _parsed(ChatRequest, fields, stream)
 
 
@@ -224,12 +234,7 @@ def _common(body: Mapping[str, object]) -> dict[str, object]:
     _join_masks(fields)
     _join_grammars(fields)
     fields.pop("continuous_usage", None)
-    stream_options = fields.get("stream_options")
-    if isinstance(stream_options, Mapping):
-        fields["stream_options"] = {"include_usage": bool(stream_options.get("include_usage"))}
-        fields["continuous_usage"] = _continuous_usage(stream_options)
-    if not fields.get("stream"):
-        fields.pop("stream_options", None)
+    _read_stream_options(fields)
     if isinstance(fields.get("include_stop_str_in_output"), bool) and not (
         fields.get("stop") or fields.get("stop_regex")
     ):
@@ -237,13 +242,30 @@ def _common(body: Mapping[str, object]) -> dict[str, object]:
     return fields
 
 
-def _continuous_usage(stream_options: Mapping[str, object]) -> bool:
-    return bool(stream_options.get("include_usage") and stream_options.get("continuous_usage_stats"))
+def _read_stream_options(fields: dict[str, object]) -> None:
+    """Translate ``stream_options``. Those of an answer that is no stream are refused, as by vLLM and OpenAI."""
+    options = fields.pop("stream_options", None)
+    if options is None:
+        return
+    if not isinstance(options, Mapping):
+        raise InvalidRequest(f"stream_options={shown(options)}: expected an object", field="stream_options")
+    include, continuous = (
+        flag_of(options.get(name), f"stream_options.{name}") for name in ("include_usage", "continuous_usage_stats")
+    )
+    if fields.get("stream"):
+        fields |= {"stream_options": {"include_usage": include}, "continuous_usage": include and continuous}
+    elif options:
+        raise InvalidRequest(
+            f"stream_options={shown(options)}: only a stream has options; set stream, or leave them out",
+            field="stream_options",
+        )
 
 
 def _join_masks(fields: dict[str, object]) -> None:
     allowed = fields.pop("allowed_token_ids", None)
-    if allowed:
+    if allowed == []:
+        raise InvalidRequest("allowed_token_ids is empty; give the ids, or leave it out", field="allowed_token_ids")
+    if allowed is not None:
         fields["logit_processors"] = [{"kind": "action_mask", "allowed_token_ids": allowed}]
 
 
@@ -320,6 +342,17 @@ def _with_sampling_params(schema: JsonDict) -> None:
     }
 
 
+class GenerateStreamOptions(BaseModel):
+    """Options of a stream of ``/inference/v1/generate``."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    include_usage: StrictBool | None = Field(default=None, description="End the stream with a usage chunk.")
+    continuous_usage_stats: StrictBool | None = Field(
+        default=None, description="With include_usage: tell the usage so far of a choice in each of its chunks."
+    )
+
+
 class GenerateRequest(BaseModel):
     """A request to ``/inference/v1/generate``: token ids in, token ids out."""
 
@@ -331,19 +364,20 @@ class GenerateRequest(BaseModel):
     model: StrictStr | None = Field(default=None, description="Name of the model or of an adapter; null: the model.")
     request_id: StrictStr | None = Field(default=None, min_length=1, description="Id of the request and its answer.")
     stream: StrictBool | None = Field(default=None, description="Send tokens as they come.")
-    stream_options: dict[str, JsonValue] | None = Field(default=None, description="Options of a stream.")
+    stream_options: GenerateStreamOptions | None = Field(default=None, description="Options of a stream.")
     priority: StrictInt | None = Field(default=None, description="Lower is sooner.")
     return_token_ids: StrictBool | None = Field(default=None, description="Return the prompt's ids too.")
 
     @property
     def include_usage(self) -> bool:
         """True if the stream ends with a usage chunk."""
-        return self.stream_options is not None and bool(self.stream_options.get("include_usage"))
+        return self.stream_options is not None and self.stream_options.include_usage is True
 
     @property
     def continuous_usage(self) -> bool:
         """True if each chunk tells the usage of its choice so far."""
-        return self.stream_options is not None and _continuous_usage(self.stream_options)
+        options = self.stream_options
+        return self.include_usage and options is not None and options.continuous_usage_stats is True
 
 
 _OF_GENERATE: Final = MappingProxyType(
