@@ -233,6 +233,17 @@ async def test_a_trajectory_comes_as_messagepack_too(gateway: Gateway) -> None:
     packed = await gateway.http.get("/sessions/a/trajectory", headers={"accept": "application/msgpack"})
     assert packed.headers["content-type"] == "application/msgpack"
     assert msgspec.msgpack.decode(packed.content) == await gateway.trajectory()
+    for accept, kind in (
+        ("application/msgpack;q=0", "json"),
+        ("application/json, application/msgpack; Q=0.5", "json"),
+        ("application/msgpack;q=none", "json"),
+        ("text/x;a=application/msgpack", "json"),
+        ("*/*", "json"),
+        ("APPLICATION/X-MSGPACK;q=0.5, application/json;q=0.1", "msgpack"),
+        ("application/json, application/vnd.msgpack", "msgpack"),
+    ):
+        answer = await gateway.http.get("/sessions/a/trajectory", headers={"accept": accept})
+        assert answer.headers["content-type"] == f"application/{kind}", accept
 
 
 async def test_sessions_are_listed_and_deleted(gateway: Gateway) -> None:

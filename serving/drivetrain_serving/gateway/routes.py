@@ -31,6 +31,7 @@ from drivetrain_serving.gateway.session_turns import Session
 from drivetrain_serving.gateway.sessions import Sessions
 from drivetrain_serving.gateway.trajectory import trajectory_of
 from drivetrain_serving.gateway.turn_prompts import prepare
+from drivetrain_serving.http_layer.accepted_types import prefers
 from drivetrain_serving.http_layer.answers import NamedEventStream, event_stream, json_answer
 from drivetrain_serving.http_layer.bodies import identify_by_header, read_json, unless_disconnected
 from drivetrain_serving.http_layer.route_docs import JSON, OF_ENGINES, STREAM, documented
@@ -301,7 +302,7 @@ class SessionRoutes:
     @documented(statuses=(400, 404, 503), media=(JSON, _MSGPACK[0]), answer=types.Trajectory, errors=(ErrorBody,))
     async def trajectory(self, request: Request) -> Response:
         """Answer GET ``/sessions/{id}/trajectory``, as JSON or, if the client accepts it, as MessagePack."""
-        packed = any(kind in request.headers.get("accept", "") for kind in _MSGPACK)
+        packed = prefers(",".join(request.headers.getlist("accept")), _MSGPACK, JSON)
         try:
             with self._sessions.used(request.path_params["session"]) as session:
                 encoded = await asyncio.to_thread(lambda: _encoded(trajectory_of(session), packed))
