@@ -17,7 +17,7 @@ from drivetrain.errors import InvalidRequest
 from drivetrain.types.capability import Capability
 from drivetrain.types.modes import PauseMode
 from drivetrain_serving.http_layer.answers import json_answer
-from drivetrain_serving.http_layer.bodies import read_fields, read_json
+from drivetrain_serving.http_layer.bodies import flag_of, read_fields, read_json
 from drivetrain_serving.http_layer.route_docs import OF_ENGINES, TEXT, Fields, documented
 from drivetrain_serving.served_engine import ServedEngine
 from drivetrain_serving.sglang.answer_types import Done
@@ -116,7 +116,7 @@ class ControlRoutes:
         rid = asked.rid or ""
         if not isinstance(rid, str):
             raise HTTPException(400, f"rid={shown(rid)}: expected a string")
-        if flag(asked.abort_all, "abort_all"):
+        if flag_of(asked.abort_all, "abort_all"):
             await self._served.abort_all()
         elif rid:
             await self._generation.abort(rid)
@@ -173,19 +173,6 @@ class ControlRoutes:
         """Answer ``/stop_profile`` with the path of the trace."""
         del request
         return PlainTextResponse(f"Stop profiling: {await self._engine.stop_profile()}\n")
-
-
-def flag(value: object, name: str, default: bool = False) -> bool:
-    """Return the value of a boolean field; null is the default.
-
-    Raises:
-        HTTPException: 400, it is no boolean.
-    """
-    if value is None:
-        return default
-    if not isinstance(value, bool):
-        raise HTTPException(400, f"{name}={shown(value)}: expected true or false")
-    return value
 
 
 def _tags(asked: MemoryFields) -> list[str] | None:

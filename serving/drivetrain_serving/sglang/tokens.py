@@ -12,12 +12,11 @@ from drivetrain.checks.safe_repr import shown
 from drivetrain.errors import InvalidRequest
 from drivetrain.text.prompt_threads import in_prompt_thread
 from drivetrain_serving.http_layer.answers import json_answer
-from drivetrain_serving.http_layer.bodies import read_fields, read_json
+from drivetrain_serving.http_layer.bodies import flag_of, read_fields, read_json
 from drivetrain_serving.http_layer.route_docs import Fields, documented
 from drivetrain_serving.prompt_of_body import PromptFields, prompt_of_body
 from drivetrain_serving.served_engine import ServedEngine
 from drivetrain_serving.sglang.answer_types import Texts, TextsTokens, TextTokens
-from drivetrain_serving.sglang.control import flag
 
 
 class TextsFields(PromptFields):
@@ -76,7 +75,7 @@ class TokenRoutes:
     async def detokenize(self, request: Request) -> Response:
         """Answer POST ``/detokenize``: the ids of a text, or of several."""
         asked = await read_fields(request, self._served.config, IdsFields, wants_type=True)
-        given, skip = asked.tokens, flag(asked.skip_special_tokens, "skip_special_tokens", True)
+        given, skip = asked.tokens, flag_of(asked.skip_special_tokens, "skip_special_tokens", default=True)
         several = isinstance(given, list) and bool(given) and isinstance(given[0], list)
         batch: list[object] = given if several and isinstance(given, list) else [given]
         for ids in batch:

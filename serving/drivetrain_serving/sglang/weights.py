@@ -17,12 +17,11 @@ from drivetrain.checks.safe_repr import shown
 from drivetrain.errors import DrivetrainError, InvalidRequest, UnsupportedCapability, WeightVerifyFailed
 from drivetrain.types.weights import TensorData
 from drivetrain_serving.http_layer.answers import json_answer
-from drivetrain_serving.http_layer.bodies import list_of, read_fields, text_of, version_of
+from drivetrain_serving.http_layer.bodies import flag_of, list_of, read_fields, text_of, version_of
 from drivetrain_serving.http_layer.error_statuses import described
 from drivetrain_serving.http_layer.route_docs import Fields, documented
 from drivetrain_serving.served_engine import ServedEngine
 from drivetrain_serving.sglang import answer_types as types
-from drivetrain_serving.sglang.control import flag
 from drivetrain_serving.sglang.errors import FailureBody, failure_answer, status_here
 from drivetrain_serving.weight_checks import Checksums, WeightChecks, overall
 from drivetrain_weight_sync.trainer_groups.weight_groups import WeightGroups
@@ -138,7 +137,7 @@ class WeightRoutes:
             folder = text_of(asked.model_path, "model_path")
             _check_update(asked)
             label = version_of(asked.weight_version) or self._served.version_of(folder)
-            if flag(asked.abort_all_requests, "abort_all_requests"):
+            if flag_of(asked.abort_all_requests, "abort_all_requests"):
                 await self._served.abort_all()
             if self._engine.is_paused:
                 stats = await self._engine.stats()
@@ -156,7 +155,7 @@ class WeightRoutes:
         asked = await read_fields(request, self._served.config, NewVersionFields)
         try:
             version = text_of(asked.new_version, "new_version")
-            if flag(asked.abort_all_requests, "abort_all_requests", True):
+            if flag_of(asked.abort_all_requests, "abort_all_requests", default=True):
                 await self._served.abort_all()
             await self._engine.update_weight_version(version)
         except DrivetrainError as error:
@@ -191,7 +190,7 @@ class WeightRoutes:
     async def _checked(self, asked: CheckerFields) -> types.WeightsChecked:
         skipped = [] if asked.skip_tensor_list is None else list_of(asked.skip_tensor_list, "skip_tensor_list")
         leave_out = [text_of(one, "skip_tensor_list") for one in skipped]
-        flag(asked.allow_quant_error, "allow_quant_error")
+        flag_of(asked.allow_quant_error, "allow_quant_error")
         if asked.selector not in _SELECTORS:
             raise InvalidRequest(f"selector={shown(asked.selector)}: there is no draft model", field="selector")
         done = types.WeightsChecked(success=True, message="Success.")
