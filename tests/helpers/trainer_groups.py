@@ -12,11 +12,13 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import torch.distributed
 from safetensors.torch import load_file
 
 from drivetrain import InferenceEngine, SamplingParams, create_engine
@@ -235,3 +237,19 @@ async def _send(
             announcing, group.trainer.do("send", group=group.name, folder=str(folder), tensors=tensors, **packed)
         )
     return answer, error
+
+
+@asynccontextmanager
+async def a_rank_0(port: int, *, use_libuv: bool = False) -> AsyncIterator[asyncio.Task[Any]]:
+    """Host a store as rank 0 of two does: its constructor waits, in a thread, until both have joined."""
+    dist: Any = torch.distributed
+    timeout = timedelta(seconds=HANGING)
+    hosting = asyncio.to_thread(dist.TCPStore, "127.0.0.1", port, 2, True, timeout, use_libuv=use_libuv)
+    yield asyncio.create_task(hosting)
+
+
+async def require_released(rank_0: asyncio.Task[Any]) -> None:
+    """Require the wait to end by torch's error for a count that is no ``int``, and not by a timeout."""
+    async with asyncio.timeout(HANGING / 2):
+        with pytest.raises(IndexError, match="stoi"):
+            await rank_0

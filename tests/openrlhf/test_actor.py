@@ -29,7 +29,7 @@ from drivetrain_trainers.openrlhf.weights import TrainerWeights
 from engines import HANGING
 from openrlhf_trainer import PolicyActor
 from trainer_groups import GREEDY as GREEDY_PARAMS
-from trainer_groups import a_trainer, free_port, fresh, same, tensors_of
+from trainer_groups import a_rank_0, a_trainer, free_port, fresh, require_released, same, tensors_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cluster")]
 
@@ -255,8 +255,11 @@ async def test_what_cannot_be_done_is_refused_by_name(engines: list[Any]) -> Non
     error = await error_of(engine.init_process_group.remote("127.0.0.1", 1, 1, 3, "openrlhf", "nccl", False))
     assert isinstance(error, InvalidRequest)
     assert "NCCL needs a GPU" in str(error)
-    error = await error_of(engine.init_process_group.remote("127.0.0.1", 1, 3, 3, "openrlhf", "gloo", False))
-    assert "rank_offset=3 and world_size=3" in str(error)
+    port = free_port()
+    async with a_rank_0(port, use_libuv=True) as rank_0:
+        error = await error_of(engine.init_process_group.remote("127.0.0.1", port, 2, 2, "openrlhf", "gloo", False))
+        assert "rank_offset=2 and world_size=2" in str(error)
+        await require_released(rank_0)
     spec = {"dtype": torch.float32, "shape": torch.Size([1])}
     error = await error_of(engine.update_weight_cuda_ipc.remote("a", **spec, ipc_handles={"GPU-1": (print, ())}))
     assert isinstance(error, UnsupportedCapability)

@@ -22,15 +22,18 @@ from drivetrain_weight_sync.trainer_groups.bucket import WHOLE, WeightBucket
 from drivetrain_weight_sync.trainer_groups.bucket_layout import BucketLayout
 from drivetrain_weight_sync.trainer_groups.nccl import id_from_pickle, id_from_store
 from drivetrain_weight_sync.trainer_groups.process_messages import JoinNccl
+from drivetrain_weight_sync.trainer_groups.refused_rendezvous import release_trainer
 from engines import HANGING
 from trainer_groups import (
     Group,
     Trainer,
     a_client,
     a_group,
+    a_rank_0,
     answers_of,
     free_port,
     fresh,
+    require_released,
     rpc,
     same,
     send_as_skyrl,
@@ -199,6 +202,78 @@ async def test_an_init_that_cannot_be_is_refused(with_gpu: httpx.AsyncClient, in
     answer = await with_gpu.post("/init_weight_transfer_engine", json={"init_info": info})
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["message"]
+
+
+# A trainer whose group is refused -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("use_libuv", [False, True], ids=["as vLLM", "as torch"])
+@pytest.mark.parametrize("address", ["127.0.0.1", "localhost"])
+async def test_a_trainer_does_not_wait_for_a_server_without_a_gpu(
+    client: httpx.AsyncClient, address: str, use_libuv: bool
+) -> None:
+    port = free_port()
+    asked = {"master_address": address, "master_port": port, "rank_offset": 1, "world_size": 2}
+    async with a_rank_0(port, use_libuv=use_libuv) as rank_0:
+        answer = await client.post("/init_weight_transfer_engine", json={"init_info": asked})
+        assert answer.status_code == 501, answer.text
+        await require_released(rank_0)
+
+
+@pytest.mark.parametrize("info", [{"unknown": 1}, {"rank_offset": 2}, {}], ids=["unknown", "rank", "no GPU here"])
+async def test_a_trainer_may_begin_to_wait_after_the_refusal(
+    with_gpu: httpx.AsyncClient, info: dict[str, object]
+) -> None:
+    port = free_port()
+    asked = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2, **info}
+    answer = await with_gpu.post("/init_weight_transfer_engine", json={"init_info": asked})
+    assert answer.status_code == 400, answer.text
+    async with a_rank_0(port) as rank_0:
+        await require_released(rank_0)
+
+
+@pytest.mark.parametrize("wrong", [{"backend": "nccl"}, {"backend": "mpi"}, {"rank_offset": 2}], ids=str)
+async def test_a_trainer_of_sglangs_routes_does_not_wait_either(
+    client: httpx.AsyncClient, wrong: dict[str, object]
+) -> None:
+    port = str(free_port())
+    body = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2, "backend": "gloo"}
+    async with a_rank_0(int(port), use_libuv=True) as rank_0:
+        answer = await client.post("/init_weights_update_group", json={**body, **wrong})
+        assert answer.status_code == 400, answer.text
+        await require_released(rank_0)
+
+
+async def test_a_second_request_for_a_place_ends_the_release_of_the_first(
+    client: httpx.AsyncClient, trainer: Trainer
+) -> None:
+    port = free_port()
+    place = {"master_address": "127.0.0.1", "master_port": port, "world_size": 2, "group_name": "again"}
+    refused = await client.post("/init_weights_update_group", json={**place, "rank_offset": 2, "backend": "gloo"})
+    assert refused.status_code == 400
+    joining = trainer.do("join", address="127.0.0.1", port=port, world_size=2, group="again", backend="gloo")
+    post = client.post("/init_weights_update_group", json={**place, "rank_offset": 1, "backend": "gloo"})
+    answer = asyncio.create_task(post)
+    await asyncio.sleep(0.3)  # the server has the request before the trainer listens
+    assert await joining == ""
+    assert (await answer).status_code == 200
+    await client.post("/destroy_weights_update_group", json={"group_name": "again"})
+    await trainer.do("destroy", group="again")
+
+
+async def test_a_group_that_has_met_is_left_alone() -> None:
+    dist: Any = torch.distributed
+    port = free_port()
+    store = dist.TCPStore("127.0.0.1", port, 1, True, timedelta(seconds=HANGING))
+    assert not await release_trainer("127.0.0.1", port, 1)
+    assert store.add("a", 1) == 1
+
+
+async def test_an_address_without_a_store_is_left_alone(client: httpx.AsyncClient) -> None:
+    url = client.base_url
+    async with asyncio.timeout(HANGING):
+        assert not await release_trainer(str(url.host), int(url.port or 0), 2), "a server of HTTP closes the connection"
+        assert not await release_trainer("a..b", 1, 2)
 
 
 # SkyRL's names for them ----------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from drivetrain.types.config import Isolation
 from drivetrain_trainers.skyrl import SkyRLInferenceEngine
 from engines import HANGING, until_running
 from scripted_backend import ScriptedBackend
-from trainer_groups import Tensor, Trainer, a_client, free_port, fresh, same, tensors_of
+from trainer_groups import Tensor, Trainer, a_client, a_rank_0, free_port, fresh, require_released, same, tensors_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -269,6 +269,16 @@ if not torch.cuda.is_available():
         request = CudaIpcWeightUpdateRequest(ONE.names, ONE.dtypes, ONE.shapes, [128], {"GPU-1": None})
         with pytest.raises(UnsupportedCapability, match="CUDA IPC need a GPU"):
             await skyrl.update_named_weights(request)
+
+
+async def test_a_trainer_does_not_wait_for_a_group_that_is_refused(skyrl: SkyRLInferenceEngine) -> None:
+    port = free_port()
+    async with a_rank_0(port, use_libuv=True) as rank_0:
+        with pytest.raises(InvalidRequest, match="backend='mpi'"):
+            await skyrl.init_weight_update_communicator(
+                BroadcastInitInfo(True, "127.0.0.1", port, 1, 2, "skyrl", "mpi", "float32")
+            )
+        await require_released(rank_0)
 
 
 async def test_a_group_of_several_ranks_is_refused(model: Path) -> None:

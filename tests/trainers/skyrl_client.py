@@ -258,6 +258,12 @@ def test_weights_by_calls_of_workers(sends: Sends) -> None:
     with_client(sends.url, use)
 
 
+def _free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return int(listening.getsockname()[1])
+
+
 @pytest.fixture(scope="module")
 def sync(sends: Sends) -> Iterator[Any]:
     """SkyRL's client of weight updates, of a server that has joined the trainer's group by it."""
@@ -265,9 +271,7 @@ def sync(sends: Sends) -> Iterator[Any]:
     from skyrl.backends.skyrl_train.weight_sync.control_plane import nccl_init_payloads
 
     made = SYNC([sends.url], init_payload_fn=nccl_init_payloads)
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        port = int(listening.getsockname()[1])
+    port = _free_port()
     info = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
     buffers = {"packed": True, "packed_buffer_size_bytes": 1 << 30, "packed_num_buffers": 2}
     with ThreadPoolExecutor(1) as threads:
@@ -369,6 +373,27 @@ def test_transfers_that_are_not_answered(sends: Sends) -> None:
     handles = {"names": [], "dtype_names": [], "shapes": [], "ipc_handles": [("rebuild", (1,))]}
     with pytest.raises(RuntimeError, match=r"501.*unpickles nothing"):
         sync.update_weights(handles)
+    sync.close()
+
+
+@of_the_sync_client
+def test_a_sender_does_not_wait_for_a_server_without_a_gpu(server: str) -> None:
+    """The order of vLLM's ``NCCLTrainerWeightTransferEngine.trainer_init``: the call in a thread, and the store."""
+    assert SYNC is not None
+    from datetime import timedelta
+
+    from skyrl.backends.skyrl_train.weight_sync.control_plane import nccl_init_payloads
+    from torch.distributed import TCPStore
+
+    sync = SYNC([server], init_payload_fn=nccl_init_payloads)
+    port = _free_port()
+    info = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2, "packed": True}
+    with ThreadPoolExecutor(1) as threads:
+        joining = threads.submit(sync.init_weight_transfer_engine, info)
+        with pytest.raises(IndexError, match="stoi"):
+            TCPStore("127.0.0.1", port, 2, True, timedelta(seconds=300), use_libuv=False)
+        with pytest.raises(RuntimeError, match=r"501.*this engine has no GPU"):
+            joining.result()
     sync.close()
 
 

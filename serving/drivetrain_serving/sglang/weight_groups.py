@@ -135,8 +135,10 @@ class WeightGroupRoutes:
     @_answered
     async def init_weights_update_group(self, request: Request) -> str:
         """Answer POST ``/init_weights_update_group``, once every rank has joined."""
-        join = _join(await read_fields(request, self._config, JoinFields), self._config.weight_group_timeout)
-        await unless_disconnected(request.receive, self._groups.init(join))
+        asked = await read_fields(request, self._config, JoinFields)
+        with self._groups.releasing(asked.master_address, asked.master_port, asked.world_size):
+            join = _join(asked, self._config.weight_group_timeout)
+            await unless_disconnected(request.receive, self._groups.init(join))
         return f"The group {join.group_name!r} has formed."
 
     @documented(body=GroupFields, answer=WeightsChanged, errors=(FailureBody,))

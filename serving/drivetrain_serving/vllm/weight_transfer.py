@@ -6,7 +6,7 @@ import base64
 import binascii
 from collections.abc import Awaitable, Callable, Mapping
 from functools import wraps
-from typing import Final, TypeVar
+from typing import Final
 
 from pydantic import Field
 from starlette.requests import Request
@@ -52,7 +52,6 @@ _OTHER_TRANSFERS: Final[Mapping[str, str]] = {
 """Fields of ``init_info`` that only another transfer than NCCL's sends → its name."""
 _HANDLES: Final = ("ipc_handles", "ipc_handles_pickled")
 _Route = Callable[["WeightTransferRoutes", Request], Awaitable[str]]
-_F = TypeVar("_F", bound=Fields)
 
 
 class InitFields(Fields):
@@ -159,12 +158,14 @@ class WeightTransferRoutes:
     @_answered
     async def init(self, request: Request) -> str:
         """Answer POST ``/init_weight_transfer_engine``, once every rank has joined."""
-        info = (await self._fields(request, InitFields)).init_info
+        info = (await read_fields(request, self._config, InitFields)).init_info
         if not isinstance(info, dict):
             raise InvalidRequest(f"init_info={shown(info)}: expected an object", field="init_info")
-        join, chunk_bytes = join_of(info, self._config.weight_group_timeout), _chunk_bytes(info, "init_info")
-        self._adapters.forget()
-        await unless_disconnected(request.receive, self._groups.init(join))
+        with self._groups.releasing(*(info.get(name) for name in ("master_address", "master_port", "world_size"))):
+            self._require_gpu()
+            join, chunk_bytes = join_of(info, self._config.weight_group_timeout), _chunk_bytes(info, "init_info")
+            self._adapters.forget()
+            await unless_disconnected(request.receive, self._groups.init(join))
         self._chunk_bytes = chunk_bytes
         return "Weight transfer initialized"
 
@@ -172,7 +173,8 @@ class WeightTransferRoutes:
     @_answered
     async def shutdown(self, request: Request) -> str:
         """Answer POST ``/shutdown_weight_transfer_engine``."""
-        await self._fields(request, EmptyFields)
+        await read_fields(request, self._config, EmptyFields)
+        self._require_gpu()
         self._adapters.forget()
         await self._groups.destroy(GROUP)
         return "Weight transfer engine shut down"
@@ -269,11 +271,6 @@ class WeightTransferRoutes:
             self._adapters.end(version)
         else:
             await self._groups.end(version)
-
-    async def _fields(self, request: Request, kind: type[_F]) -> _F:
-        asked = await read_fields(request, self._config, kind)
-        self._require_gpu()
-        return asked
 
     def _require_gpu(self) -> None:
         if not can_transfer(self._engine):

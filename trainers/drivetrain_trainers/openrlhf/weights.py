@@ -56,14 +56,15 @@ class TrainerWeights:
             DeadlineExceeded, WeightSyncError: The group did not form.
         """
         await self._leave_others()
-        first = await asyncio.to_thread(self._join, address, port, rank_offset, world_size, group_name, backend)
-        joins = [msgspec.structs.replace(first, rank=first.rank + gpu, gpu=gpu) for gpu in range(1, self._ranks)]
-        self._others = [TrainerGroup(join) for join in joins]
-        try:
-            await gather_or_cancel([self._groups.init(first), *(other.join() for other in self._others)])
-        except BaseException:
-            await self._leave_others()
-            raise
+        with self._groups.releasing(address, port, world_size):
+            first = await asyncio.to_thread(self._join, address, port, rank_offset, world_size, group_name, backend)
+            joins = [msgspec.structs.replace(first, rank=first.rank + gpu, gpu=gpu) for gpu in range(1, self._ranks)]
+            self._others = [TrainerGroup(join) for join in joins]
+            try:
+                await gather_or_cancel([self._groups.init(first), *(other.join() for other in self._others)])
+            except BaseException:
+                await self._leave_others()
+                raise
         self._group_name = group_name
 
     def _join(self, address: str, port: int, rank: int, world_size: int, group_name: str, backend: str) -> AnyJoin:

@@ -141,6 +141,11 @@ class WeightTransfers:
                 )
             _require_cuda()
             return
+        with self._groups.releasing(info.master_addr, info.master_port, info.world_size):
+            await self._join(info)
+        self._group_name = info.group_name
+
+    async def _join(self, info: BroadcastInfo) -> None:
         config = self._engine.config
         ranks = config.tensor_parallel_size * config.pipeline_parallel_size * config.data_parallel_size
         if ranks > 1:
@@ -163,7 +168,6 @@ class WeightTransfers:
                 backend=cast(Literal["gloo", "nccl"], info.backend),
             )
         )
-        self._group_name = info.group_name
 
     async def update(self, request: object) -> None:
         """Take the request's tensors, and update the engine if they are the last ones."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 from drivetrain.checks.extras import from_extra
@@ -13,6 +14,7 @@ from drivetrain.engine.engine import InferenceEngine
 from drivetrain.errors import DrivetrainError, InvalidRequest
 from drivetrain.types.capability import Capability
 from drivetrain_weight_sync.trainer_groups.process_messages import AnyJoin
+from drivetrain_weight_sync.trainer_groups.refused_rendezvous import release_trainer
 from drivetrain_weight_sync.trainer_groups.trainer_group import TrainerGroup
 
 if TYPE_CHECKING:
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 _logger: Final = logging.getLogger(__name__)
 _KEPT_MAPPED_BYTES: Final = 256 << 20
 """Larger buckets stay in the memory that received them; smaller ones are copied out of it."""
+_RELEASE_S: Final = 30.0
+"""Seconds in which a trainer that announced a group must begin to wait for its ranks."""
 
 
 class WeightGroups:
@@ -56,6 +60,10 @@ class WeightGroups:
         self._commits = 0
         self._rounded = False
         """True once the log says that weights are rounded."""
+        self._announced: dict[tuple[str, int], object] = {}
+        """The latest request to join a group at each address and port, while it is served."""
+        self._releases: dict[tuple[str, int], asyncio.Task[None]] = {}
+        """Tasks that end the waits of trainers whose groups were refused, by the trainer's address and port."""
 
     @property
     def is_open(self) -> bool:
@@ -69,8 +77,56 @@ class WeightGroups:
 
     # Groups ------------------------------------------------------------------------------------------------------
 
+    @contextmanager
+    def releasing(self, address: object, port: object, world_size: object) -> Iterator[None]:
+        """End the trainer's wait for this server if the context ends with a refusal of the trainer's group.
+
+        The trainer may begin to wait after the refusal, so that a task of up to half a minute looks for it.
+
+        Args:
+            address: Where the trainer's rank 0 waits, as the trainer wrote it; without one, no trainer is looked for.
+            port: Its port, which may be text.
+            world_size: Ranks of the group.
+        """
+        place = _place(address, port)
+        if place is None or type(world_size) is not int:
+            yield
+            return
+        if place in self._releases:
+            self._releases.pop(place).cancel()
+        self._announced[place] = latest = object()
+        try:
+            yield
+        except DrivetrainError as error:
+            if self._announced.get(place) is latest:
+                releasing = self._release(place, world_size, str(error))
+                self._releases[place] = asyncio.get_running_loop().create_task(releasing)
+            raise
+        finally:
+            if self._announced.get(place) is latest:
+                del self._announced[place]
+
+    async def _release(self, place: tuple[str, int], world_size: int, refusal: str) -> None:
+        try:
+            async with asyncio.timeout(_RELEASE_S):
+                released = await release_trainer(*place, world_size)
+        except TimeoutError:
+            released = False
+        finally:
+            if self._releases.get(place) is asyncio.current_task():
+                del self._releases[place]
+        if released:
+            _logger.warning(
+                "the trainer at %s:%d waited for this server in a group that was refused; its wait was ended. The "
+                "refusal: %s",
+                *place,
+                refusal,
+            )
+
     async def init(self, join: AnyJoin) -> None:
         """Join a trainer's group; return once every rank has joined. A group of that name is left first.
+
+        Call it within :meth:`releasing`.
 
         Raises:
             UnsupportedCapability: The engine takes no weight updates.
@@ -101,6 +157,9 @@ class WeightGroups:
 
     async def close(self) -> None:
         """Leave all groups, and drop an open update."""
+        for release in self._releases.values():
+            release.cancel()
+        self._releases.clear()
         for group in list(self._groups.values()):
             self._forget(group)
             await group.end()
@@ -370,6 +429,15 @@ class WeightGroups:
         if self._open is not None:
             _logger.warning("the weight update under way was dropped: %s", reason)
             self._open = None
+
+
+def _place(address: object, port: object) -> tuple[str, int] | None:
+    """Return the address and port that a trainer wrote; None if they are not of a rendezvous."""
+    if isinstance(port, str) and port.isascii() and port.isdecimal() and len(port) <= 5:
+        port = int(port)
+    if not isinstance(address, str) or not address or type(port) is not int or not 0 < port < 1 << 16:
+        return None
+    return address.removeprefix("[").removesuffix("]"), port
 
 
 async def _to_its_end(work: Coroutine[object, object, None]) -> None:
