@@ -120,6 +120,7 @@ def application(served: ServedEngine) -> Starlette:
         "/v1/chat/completions/derender": derender.chat_completions,
         "/v1/completions/derender": derender.completions,
         "/inference/v1/generate": generation.generate,
+        "/skyrl/v1/generate": generation.skyrl_generate,
         "/inference/v1/abort_requests": control.abort_generations,
         "/tokenize": tokens.tokenize,
         "/detokenize": tokens.detokenize,

@@ -169,6 +169,8 @@ async def ask_for_text(site: Site) -> None:
         await site.post("/v1/chat/completions", messages=MESSAGES, **{**SHORT, **more})
     params = {**SHORT, "logprobs": 2, "prompt_logprobs": 1, "n": 2, "temperature": 1.0}
     await site.post("/inference/v1/generate", token_ids=IDS, sampling_params=params, return_token_ids=True)
+    support = {"sampling_params": {**SHORT, "top_k": 2, "temperature": 1.0}, "return_sample_support": True}
+    await site.post("/skyrl/v1/generate", token_ids=IDS, **support)
     params = {**SHORT, "logprobs": 0}
     await site.post(
         "/inference/v1/generate",

@@ -20,6 +20,7 @@ from drivetrain_serving.sglang.generate_request import GenerateBody
 from drivetrain_serving.sglang.sampling import Sampling
 from drivetrain_serving.vllm.derender_request import DerenderChatRequest, DerenderCompletionRequest
 from drivetrain_serving.vllm.payloads import ChatRequest, CompletionRequest, GenerateRequest
+from drivetrain_serving.vllm.skyrl_generate import SkyrlGenerateRequest
 from engines import HANGING
 
 Body = dict[str, object]
@@ -33,6 +34,7 @@ BODIES: dict[str, Body] = {
     "/v1/chat/completions": TALK,
     "/v1/embeddings": {"input": "a"},
     "/inference/v1/generate": {"token_ids": [5], "sampling_params": {"max_tokens": 1}},
+    "/skyrl/v1/generate": {"token_ids": [5], "sampling_params": {"max_tokens": 1, "top_k": 2}},
     "/generate": {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}},
     "/sessions/{session}/v1/chat/completions": TALK,
     "/sessions/{session}/v1/messages": TALK,
@@ -64,6 +66,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "/v1/chat/completions/derender": fields_of(DerenderChatRequest),
     "/v1/embeddings": ("input", "messages", "model", "encoding_format", "dimensions", "truncate_prompt_tokens"),
     "/inference/v1/generate": (*fields_of(GenerateRequest), "features", "content_parts"),
+    "/skyrl/v1/generate": (*fields_of(SkyrlGenerateRequest), "features", "cache_salt"),
     "/generate": (*fields_of(GenerateBody), "image_data", "session_params"),
     "/tokenize": ("prompt", "text", "messages", "add_special_tokens", "tools", "chat_template_kwargs"),
     "/detokenize": ("tokens", "skip_special_tokens"),
@@ -105,6 +108,7 @@ NESTED: dict[str, tuple[str, tuple[str, ...]]] = {
         "sampling_params",
         ("n", "temperature", "top_p", "top_k", "seed", "stop", "stop_token_ids", "logprobs", "logit_bias", *VLLM),
     ),
+    "/skyrl/v1/generate": ("sampling_params", ("top_k", "logprobs", "n", "routed_experts_prompt_start")),
     "/init_weight_transfer_engine": ("init_info", (*RANKS, "nccl_unique_id_b64", "packed", "packed_buffer_size_bytes")),
     "/update_weights": ("update_info", ("names", "dtype_names", "shapes", "packed")),
 }

@@ -15,9 +15,8 @@ import pytest_asyncio
 from drivetrain import InferenceEngine, TokenPrompt, create_engine
 from drivetrain.testing import tiny_model
 from drivetrain.types.outputs import Completion
-from drivetrain_serving import Server, ServerConfig
-from drivetrain_serving.sglang import routed_experts
-from drivetrain_serving.sglang.routed_experts import layers_with_experts
+from drivetrain_serving import Server, ServerConfig, routed_experts
+from drivetrain_serving.routed_experts import layers_with_experts
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

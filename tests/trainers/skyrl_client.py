@@ -100,6 +100,49 @@ def test_rollouts(server: str, score: Score) -> None:
     assert all(isinstance(text, str) for text in output["responses"])
 
 
+@of_the_sync_client
+def test_rollouts_with_the_ids_that_were_left(server: str, score: Score) -> None:
+    """Sample support, by ``/skyrl/v1/generate``: SkyRL 0.3.0 has none."""
+
+    async def use(client: RemoteInferenceClient) -> None:
+        client.enable_return_sample_support_set = True
+        params = {**PARAMS, "top_k": 4, "top_p": 0.95}
+        batch = {"prompt_token_ids": [PROMPT] * 2, "sampling_params": params, "return_sample_support": True}
+        output = await client.generate(batch)
+        for ids, rows in zip(output["response_ids"], output["rollout_sample_support"], strict=True):
+            assert rows.shape == (len(ids), 4)
+            assert all(token_id in row[row >= 0] for token_id, row in zip(ids, rows, strict=True))
+        assert output["rollout_expert_indices"] is None
+        with pytest.raises(aiohttp.ClientResponseError, match="expected a number above 1"):
+            await client.generate({**batch, "sampling_params": PARAMS})
+
+    with_client(server, use)
+
+
+@of_the_sync_client
+def test_rollouts_with_their_experts(in_the_project: InTheProject) -> None:
+    """Experts of a mixture, by ``/skyrl/v1/generate``."""
+    with in_the_project("-c", "from drivetrain.testing import tiny_model; print(tiny_model('qwen3_moe'))") as process:
+        assert process.stdout is not None
+        folder = process.stdout.readline().strip()
+    config = json.loads((Path(folder) / "config.json").read_text())
+    options = ["--backend", "transformers", "--model", folder, "--served-model-name", "policy", "--port", "0"]
+
+    async def use(client: RemoteInferenceClient) -> None:
+        client.enable_return_routed_experts = True
+        batch = {"prompt_token_ids": [PROMPT] * 2, "sampling_params": PARAMS, "routed_experts_prompt_starts": [0, 2]}
+        output = await client.generate(batch)
+        of_samples = zip(output["response_ids"], output["rollout_expert_indices"], [0, 2], strict=True)
+        for ids, experts, first in of_samples:
+            tokens = len(PROMPT) - first + len(ids) - 1
+            assert experts.shape == (tokens, config["num_hidden_layers"], config["num_experts_per_tok"])
+            assert len(set(experts.flatten().tolist())) > 1
+
+    with in_the_project("-m", "drivetrain", "serve", *options) as process:
+        assert process.stdout is not None
+        with_client(process.stdout.readline().split()[-1], use)
+
+
 def test_samples_of_the_tinker_api(server: str, score: Score) -> None:
     body = {
         "prompt": {"chunks": [{"type": "encoded_text", "tokens": PROMPT}]},

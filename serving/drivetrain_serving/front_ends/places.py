@@ -25,6 +25,7 @@ ANSWERED_BY_ANY: Final = frozenset(
         "/v1/completions/derender",
         "/v1/embeddings",
         "/inference/v1/generate",
+        "/skyrl/v1/generate",
         "/generate",
         "/tokenize",
         "/detokenize",

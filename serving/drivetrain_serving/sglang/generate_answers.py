@@ -15,10 +15,10 @@ from drivetrain.openai.choices import json_logprob
 from drivetrain.openai.responses import WeightSpan
 from drivetrain.types.outputs import Completion, CompletionChunk, FinishReason
 from drivetrain.types.sampling_mask import SamplingMask
+from drivetrain_serving.routed_experts import PackedExperts
 from drivetrain_serving.sglang.answer_types import FinishReason as Ended
 from drivetrain_serving.sglang.answer_types import Generated, MetaInfo, TokenEntry
 from drivetrain_serving.sglang.generate_request import Asked, Generation
-from drivetrain_serving.sglang.routed_experts import PackedExperts
 
 
 @dataclass(slots=True)

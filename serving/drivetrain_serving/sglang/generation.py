@@ -16,12 +16,12 @@ from drivetrain_serving.http_layer.answers import event_stream, json_answer
 from drivetrain_serving.http_layer.bodies import read_json, unless_disconnected
 from drivetrain_serving.http_layer.error_statuses import PlainErrorBody
 from drivetrain_serving.http_layer.route_docs import JSON, OF_ENGINES, STREAM, documented
+from drivetrain_serving.routed_experts import PackedExperts, expert_params
 from drivetrain_serving.served_engine import ServedEngine
 from drivetrain_serving.sglang.answer_types import Generated
 from drivetrain_serving.sglang.errors import BrokenContract, StreamErrorBody, contract_answer, stream_body
 from drivetrain_serving.sglang.generate_answers import GenerateAnswers
 from drivetrain_serving.sglang.generate_request import GenerateBody, Generation, read_generate
-from drivetrain_serving.sglang.routed_experts import PackedExperts, expert_params
 
 
 class GenerateRoute:

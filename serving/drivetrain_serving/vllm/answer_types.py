@@ -287,6 +287,34 @@ class GenerateAnswer(GenerateFrame):
     prompt_token_id_logprobs: str | None
 
 
+class PackedArray(TypedDict):
+    """An array of integers."""
+
+    data: str
+    """Base64 of its bytes, little-endian, row by row."""
+    shape: list[int]
+    dtype: str
+    """``uint8``, ``int16`` or ``int32``."""
+
+
+class SkyrlGenerateChoice(TypedDict):
+    """One sample."""
+
+    token_ids: Ids
+    finish_reason: FinishReasonName
+    logprobs: TokenIdLogprobs | None
+    routed_experts: PackedArray | None
+    """Experts of all tokens but the last: (tokens, layers, experts per token). Null if the engine records none."""
+    rollout_sample_support: PackedArray | None
+    """Ids that were left to draw each token from, padded with -1: (tokens, top_k)."""
+
+
+class SkyrlGenerateAnswer(TypedDict):
+    """Answer of ``/skyrl/v1/generate``."""
+
+    choices: list[SkyrlGenerateChoice]
+
+
 class RenderedStreamOptions(TypedDict):
     """Options of a stream."""
 

@@ -20,6 +20,7 @@ from drivetrain.types.outputs import Completion, CompletionChunk
 from drivetrain_serving.http_layer.answers import event_stream, json_answer
 from drivetrain_serving.http_layer.bodies import read_json, unless_disconnected
 from drivetrain_serving.http_layer.route_docs import JSON, OF_ENGINES, STREAM, documented
+from drivetrain_serving.routed_experts import PackedExperts
 from drivetrain_serving.served_engine import ServedEngine
 from drivetrain_serving.vllm import answer_types as types
 from drivetrain_serving.vllm.chat_and_completion_answers import ChatResponses, CompletionResponses
@@ -34,6 +35,7 @@ from drivetrain_serving.vllm.payloads import (
     read_generate,
 )
 from drivetrain_serving.vllm.prompt_scores import PromptScores
+from drivetrain_serving.vllm.skyrl_generate import SideChannels, SkyrlGenerateRequest
 
 STATUSES: Final = (404, 409, *OF_ENGINES)
 """Statuses of requests to generate that are refused or fail: 409 is of a weight version that is gone."""
@@ -79,6 +81,7 @@ class GenerationRoutes:
         self._error_body = error_body
         self._translated = translated
         self._texts = TokenTexts(served.engine.tokenizer)
+        self._experts = PackedExperts(served.engine.config)
 
     @documented(
         body=CompletionRequest,
@@ -112,6 +115,11 @@ class GenerationRoutes:
     async def generate(self, request: Request) -> Response:
         """Answer POST ``/inference/v1/generate``."""
         return await self._answered(request, self._generate)
+
+    @documented(body=SkyrlGenerateRequest, statuses=STATUSES, answer=types.SkyrlGenerateAnswer)
+    async def skyrl_generate(self, request: Request) -> Response:
+        """Answer POST ``/skyrl/v1/generate``."""
+        return await self._answered(request, self._skyrl_generate)
 
     async def _answered(
         self, request: Request, answer: Callable[[Mapping[str, object]], Coroutine[object, object, Response]]
@@ -158,6 +166,13 @@ class GenerationRoutes:
         scores = completions[0].scores  # None if the request was aborted before its prompt was read
         encoded = None if scores is None else wanted.encoded(scores)
         return json_answer({**responses.whole(completions), "prompt_token_id_logprobs": encoded})
+
+    async def _skyrl_generate(self, body: Mapping[str, object]) -> Response:
+        channels = SideChannels(body, self._served, self._experts)
+        asked, call = read_generate(channels.body)
+        params = channels.params(self._served.with_logprobs(call.params))
+        call = dataclasses.replace(call, params=params, lora=await self._served.adapter_of(asked.model))
+        return json_answer(channels.answer(await self._completed(call, f"generate-tokens-{asked.request_id}")))
 
     # Parts of the answers ----------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""``return_routed_experts`` of ``/generate``: the experts of a sample's tokens, in the form that slime replays."""
+"""The experts of a sample's tokens in all layers, as slime and SkyRL replay them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def expert_params(start: int, prompt_length: int) -> Mapping[str, object]:
 
 
 class PackedExperts:
-    """Packs experts in the form of SGLang. ``config.json`` is read once, when it is first needed.
+    """Gives experts the form of SGLang and SkyRL. ``config.json`` is read once, when it is first needed.
 
     Args:
         config: The engine's configuration, which names the model.
@@ -38,9 +38,14 @@ class PackedExperts:
         self._config = config
 
     def of(self, completion: Completion, start: int) -> str | None:
-        """Return the experts of all tokens from ``start`` on but the last: base64 of int32, little-endian.
+        """Return the experts as SGLang packs them: base64 of int32, little-endian; else as :meth:`array`."""
+        experts = self.array(completion, start)
+        return None if experts is None else b64encode(experts.astype("<i4").tobytes()).decode()
 
-        The ids are of shape (tokens, layers, experts per token). A layer without experts has zeros, as in SGLang.
+    def array(self, completion: Completion, start: int) -> NDArray[np.integer] | None:
+        """Return the experts of all tokens from ``start`` on but the last: (tokens, layers, experts per token).
+
+        A layer without experts has zeros, as in SGLang and vLLM.
 
         Returns:
             None if the request was aborted before its prompt was read.
@@ -53,7 +58,7 @@ class PackedExperts:
         if of_output is None or (start < last and of_prompt is None):
             return None
         experts = of_output[start - last :] if of_prompt is None else of_prompt[start:last] + of_output
-        return b64encode(self._in_all_layers(experts).astype("<i4").tobytes()).decode()
+        return self._in_all_layers(experts)
 
     @cached_property
     def _fields(self) -> Mapping[str, object]:
