@@ -102,7 +102,8 @@ def main(out: Path, settings: dict[str, Any]) -> None:
     strike = settings.get("strike") if settings.get("on") == RANK else None
     seen: dict[str, Any] = {"steps": [], "gaps": [], "first": None, "error": None}
     opened: Any = rollout if through == "rollout_func" else generation
-    with engine_in(out, settings) as engine, opened(engine, share=share) as way:
+    names = {"lora_name": "policy"} if settings.get("adapter") == "alone" else {}
+    with engine_in(out, settings) as engine, opened(engine, share=share, **names) as way:
 
         def judge(completions: Sequence[str], trainer_state: Any, **more: Any) -> list[float]:
             versions = {*(more.get("weight_version") or ()), way.engine.get_weight_version()}
@@ -120,9 +121,10 @@ def main(out: Path, settings: dict[str, Any]) -> None:
         # Half of a prompt's samples on each rank, so that both sample the same prompt.
         more: dict[str, Any] = {"per_device_train_batch_size": len(PROMPTS) * SAMPLES // 2}
         more |= {"max_steps": settings["steps"], **(FSDP2 if settings.get("fsdp") else {})}
+        more |= {"learning_rate": 1e-2} if settings.get("adapter") else {}
         more |= {"rollout_func": watched} if through == "rollout_func" else {"use_vllm": True}
         try:
-            training = trainer(policy(), judge, **more)
+            training = trainer(policy({} if settings.get("adapter") else None), judge, **more)
             if strike is not None:
                 training.add_callback(Strike(strike, settings["at"], way))
             seen["kind"] = str(training.accelerator.distributed_type.value)

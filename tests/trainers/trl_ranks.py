@@ -88,6 +88,14 @@ def test_two_ranks_push_the_shards_of_a_policy_that_fsdp2_splits(through: str, b
     require_trained(seen, through, "FSDP")
 
 
+@pytest.mark.parametrize("adapter", ["merged", "alone"])
+@pytest.mark.parametrize("through", ["rollout_func", "use_vllm"])
+def test_two_ranks_push_an_adapter_that_fsdp2_splits(through: str, adapter: str, tmp_path: Path) -> None:
+    engine = {"enable_lora": True} if adapter == "alone" else {}
+    seen = run(tmp_path, through=through, share=True, fsdp=True, adapter=adapter, engine=engine, steps=STEPS)
+    require_trained(seen, through, "FSDP")
+
+
 def test_shards_that_are_refused_on_one_rank_end_the_rollout_on_both(tmp_path: Path) -> None:
     seen = run(tmp_path, share=True, fsdp=True, strike="refuse", on=1, at=2)
     for rank in range(RANKS):

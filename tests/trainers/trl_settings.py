@@ -195,26 +195,24 @@ def test_a_single_process_may_share_its_engine() -> None:
 @pytest.mark.parametrize(
     ("case", "remedy"),
     [
-        ((False, False, False), "Leave FSDP 1 and DeepSpeed out"),
-        ((False, True, False), "Leave FSDP 1 and DeepSpeed out"),
-        ((True, False, False), "pass share=True"),
-        ((True, True, True), "adapters of peft; train the whole policy with FSDP2"),
+        ((False, False), "Leave FSDP 1 and DeepSpeed out"),
+        ((False, True), "Leave FSDP 1 and DeepSpeed out"),
+        ((True, False), "pass share=True"),
     ],
-    ids=["FSDP 1", "FSDP 1, shared", "an engine each", "adapters"],
+    ids=["FSDP 1", "FSDP 1, shared", "an engine each"],
 )
-def test_a_policy_that_is_split_in_another_way_is_refused(case: tuple[bool, bool, bool], remedy: str) -> None:
+def test_a_policy_that_is_split_in_another_way_is_refused(case: tuple[bool, bool], remedy: str) -> None:
     """A stand-in for FSDP's accelerator: accelerate makes none on a CPU."""
-    fsdp2, share, adapters = case
+    fsdp2, share = case
     split: Any = SimpleNamespace(
         num_processes=2, process_index=0, distributed_type=DistributedType.FSDP, is_fsdp2=fsdp2
     )
     refusal = f"distributed_type 'FSDP' with 2 processes.*{remedy}"
-    lora: dict[str, object] | None = {} if adapters else None
     with rollout(engine_of("transformers"), share=share) as rolling:
-        training = trainer(policy(lora), rollout_func=rolling)
+        training = trainer(policy(), rollout_func=rolling)
         training.accelerator = split
         with pytest.raises(InvalidRequest, match=refusal):
             rolling([PROMPTS[0]], training)
     with generation(engine_of("transformers"), share=share) as replaced:
         with pytest.raises(InvalidRequest, match=refusal):
-            replaced(policy(lora), split, training.processing_class)
+            replaced(policy(), split, training.processing_class)

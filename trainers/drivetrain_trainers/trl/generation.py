@@ -153,7 +153,7 @@ class Generation:
         Raises:
             InvalidRequest: the trainer is set to something that the engine does not do; before any work.
         """
-        require_pushable(accelerator, model, share=self._served.share)
+        require_pushable(accelerator, share=self._served.share)
         self._require_ours(settings)
         generation = {name: settings[name] for name in _GENERATION}
         wanted = GenerationSettings(

@@ -247,10 +247,10 @@ class PolicyEngine:
     def _connected(self, model: nn.Module) -> WeightSync | LoraSync:
         if self._sync is None or model is not self._model:
             self._disconnect()
-            page = self.engine.engine
-            if self._sharded and self._ranks is not None and self._ranks.rank:
-                self._sync = WeightSync.connect(model, None)
-            elif self._lora_name is None:
+            # Ranks that share the shards of a policy push together: only the first one names the engine.
+            joins = self._sharded and self._ranks is not None and self._ranks.rank > 0
+            page = None if joins else self.engine.engine
+            if self._lora_name is None:
                 self._sync = WeightSync.connect(model, page, cast=self._cast)
             else:
                 adapter = getattr(model, "active_adapter", "default")

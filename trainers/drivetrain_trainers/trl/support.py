@@ -69,16 +69,15 @@ def is_sharded(accelerator: Accelerator) -> bool:
     return _kind(accelerator) == "FSDP" and accelerator.is_fsdp2
 
 
-def require_pushable(accelerator: Accelerator, model: nn.Module, *, share: bool) -> None:
+def require_pushable(accelerator: Accelerator, *, share: bool) -> None:
     """Raise unless the trainer's processes can push the policy: each holds it whole, or FSDP2 shards it.
 
     Args:
         accelerator: The trainer's accelerator.
-        model: The policy.
         share: One engine for all processes.
 
     Raises:
-        InvalidRequest: the policy is sharded in another way, or an adapter or engines of the ranks' own exclude it.
+        InvalidRequest: the policy is sharded in another way, or each rank has an engine of its own.
     """
     kind = _kind(accelerator)
     if kind == "NO" or kind.startswith("MULTI_"):
@@ -96,11 +95,6 @@ def require_pushable(accelerator: Accelerator, model: nn.Module, *, share: bool)
             f"{split}, each of which holds a part of the policy; pass share=True, so that they push to one engine "
             "or fleet together",
             field="share",
-        )
-    if hasattr(model, "peft_config"):
-        raise InvalidRequest(
-            f"{split}, and the policy has adapters of peft; train the whole policy with FSDP2, or adapters with DDP",
-            field="trainer",
         )
 
 
@@ -122,7 +116,7 @@ def require_supported(trainer: Trainer, *, share: bool) -> None:
     missing = [name for name in _OF_A_TRAINER if not hasattr(trainer, name)]
     if missing:
         refuse_release(f"its {type(trainer).__name__} has no {', '.join(missing)}")
-    require_pushable(trainer.accelerator, trainer.model, share=share)
+    require_pushable(trainer.accelerator, share=share)
     if trainer.use_vllm:
         _refuse("use_vllm=True", "leave use_vllm out, or use drivetrain_trainers.trl.generation() without rollout_func")
     if getattr(trainer, "tools", None) or getattr(trainer, "environment_factories", None):
