@@ -222,7 +222,7 @@ def main(given: argparse.Namespace) -> None:
         (work / "rollouts").mkdir()
         write_prompts(work / "train.parquet", ROWS * (given.steps + (given.trainer == "fully_async")))
         write_prompts(work / "val.parquet", ROWS)
-        model = str(tiny_model("qwen2", num_hidden_layers=1))
+        model = str(tiny_model(given.model, num_hidden_layers=1))
         trainer = EXPERIMENTAL.get(given.trainer, "verl.trainer.main_ppo")
         command = [sys.executable, "-m", trainer, *arguments(given, work, model), *given.override]
         with (work / "verl.log").open("w") as log:
@@ -250,6 +250,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--python", help="Python of the engine's environment; the trainer's own if not given.")
     made.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="Field of the engine's config.")
     made.add_argument("--trainer", default="sync", choices=["v0", *V1, *EXPERIMENTAL], help="Trainer of verl.")
+    made.add_argument("--model", default="qwen2", help="Architecture of the policy, as drivetrain.testing names it.")
     made.add_argument("--ranks", type=int, default=1, help="Ranks of the trainer; each has an engine.")
     made.add_argument("--lora", action="store_true", help="Train an adapter; merged weights are pushed.")
     made.add_argument("--no-sleep", dest="sleep", action="store_false", help="Leave the engine's memory allocated.")

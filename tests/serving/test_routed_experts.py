@@ -13,10 +13,11 @@ import pytest
 import pytest_asyncio
 
 from drivetrain import InferenceEngine, TokenPrompt, create_engine
+from drivetrain.backend.toolkit import expert_layers
+from drivetrain.backend.toolkit.expert_layers import layers_with_experts
 from drivetrain.testing import tiny_model
 from drivetrain.types.outputs import Completion
-from drivetrain_serving import Server, ServerConfig, routed_experts
-from drivetrain_serving.routed_experts import layers_with_experts
+from drivetrain_serving import Server, ServerConfig
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -62,7 +63,7 @@ async def direct(engine: InferenceEngine) -> Completion:
 async def test_the_models_file_is_read_once(mixture: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     _, client, _ = mixture
     await generated(client)
-    monkeypatch.setattr(routed_experts, "model_file", None)  # a further read would fail
+    monkeypatch.setattr(expert_layers, "model_file", None)  # a further read would fail
     await generated(client, sampling_params={**GREEDY, "n": 2})
 
 

@@ -6,8 +6,10 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -217,6 +219,67 @@ def test_what_the_engine_cannot_do_is_refused() -> None:
         assert (await one.generate(PROMPT, {"max_tokens": 2}, "b", image_data=[])).token_ids
 
     with_a_server(test)
+
+
+def experts_of_a_forward_pass(folder: Path, ids: list[int]) -> torch.Tensor:
+    """Return the experts of each token, in order of their ids: shape (tokens, layers with experts, 2)."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(torch.tensor([ids]), output_router_logits=True).router_logits
+    return torch.stack([layer.reshape(len(ids), -1).topk(2).indices for layer in logits], 1).sort(-1).values
+
+
+# SGLang gives experts to all layers of Qwen3-MoE, whatever config.json says.
+@pytest.mark.parametrize("dense", [[], [0]] if BACKEND != "sglang" else [[]], ids=str)
+def test_the_experts_of_a_mixtures_tokens_are_those_of_a_forward_pass(dense: list[int]) -> None:
+    """verl replays them by the place of a token and of its layer: prompt included, and without the last token."""
+    mixture = tiny_model("qwen3_moe", mlp_only_layers=dense)
+    sparse = [layer for layer in range(2) if layer not in dense]
+
+    async def test(one: EngineServer) -> None:
+        for prompt in ([5, 6, 7, 8], [5, 6, 7, 8], [9]):  # the second one is in the prefix cache
+            output = await one.generate(prompt, DRAWN | {"max_tokens": 6, "ignore_eos": True}, "a")
+            replayed = torch.from_numpy(output.routed_experts)
+            assert replayed.dtype is torch.int16
+            assert replayed.shape == (len(prompt) + 5, 2, 2)
+            assert not replayed[:, dense].any()
+            expected = experts_of_a_forward_pass(mixture, [*prompt, *output.token_ids])[:-1]
+            assert torch.equal(replayed[:, sparse].long().sort(-1).values, expected)
+
+    engine = {"drivetrain": ENGINE}
+    with_a_server(test, str(mixture), enable_rollout_routing_replay=True, engine_kwargs=engine, free_cache_engine=False)
+
+
+def test_a_response_that_was_aborted_and_goes_on_has_the_experts_of_all_its_tokens() -> None:
+    """By the way in which verl's client joins them (``workers/rollout/llm_server.py:308``)."""
+    mixture = tiny_model("qwen3_moe")
+
+    async def test(one: EngineServer) -> None:
+        for seconds in (0.1, 0.4, 1.6, 6.4):  # until it has drawn a token
+            running = asyncio.create_task(one.generate(PROMPT, {"max_tokens": 900, "ignore_eos": True}, "a"))
+            await asyncio.sleep(seconds)
+            await one.abort_all_requests()
+            await one.resume_generation()
+            if (begun := await running).token_ids:
+                break
+        assert begun.stop_reason == "aborted"
+        assert len(begun.routed_experts) == len(PROMPT) + len(begun.token_ids) - 1
+        rest = await one.generate([*PROMPT, *begun.token_ids], {"max_tokens": 3, "ignore_eos": True}, "a")
+        joined = np.concatenate([begun.routed_experts, rest.routed_experts[-3:]])
+        replayed = torch.from_numpy(joined).long().sort(-1).values
+        ids = [*PROMPT, *begun.token_ids, *rest.token_ids]
+        assert torch.equal(replayed, experts_of_a_forward_pass(mixture, ids)[:-1])
+
+    with_a_server(test, str(mixture), enable_rollout_routing_replay=True)
+
+
+def test_without_replay_there_are_no_experts_and_a_dense_model_is_refused() -> None:
+    async def test(one: EngineServer) -> None:
+        assert (await one.generate(PROMPT, {"max_tokens": 2}, "a")).routed_experts is None
+
+    with_a_server(test, str(tiny_model("qwen3_moe")))
+    with pytest.raises(UnsupportedCapability, match=r"enable_rollout_routing_replay=True: .* claim routed_experts"):
+        asyncio.run(server(enable_rollout_routing_replay=True, engine_kwargs={"drivetrain": ENGINE}).start())
 
 
 def test_a_configuration_that_the_backend_refuses_names_the_field() -> None:

@@ -11,8 +11,11 @@ import time
 from pathlib import Path
 from statistics import mean
 
+import numpy as np
 import psutil
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from drivetrain.process.process_tree import runs
 from drivetrain.testing import tiny_model
@@ -31,7 +34,7 @@ verl_grpo = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(verl_grpo)
 
 
-def train(folder: Path, *options: str) -> tuple[int, str]:
+def train(folder: Path, *options: str, **environment: str) -> tuple[int, str]:
     """Run the example, and require that none of its processes is left; return its exit status and its output."""
     command = [sys.executable, str(EXAMPLE), "--steps", str(STEPS), "--keep", str(folder)]
     command += ["--backend", os.environ.get("BACKEND", "transformers")]
@@ -40,7 +43,11 @@ def train(folder: Path, *options: str) -> tuple[int, str]:
     output = folder / "output.txt"
     with output.open("w") as log:
         process = subprocess.Popen(
-            [*command, *options], stdout=log, stderr=log, start_new_session=True, env={**os.environ, MARK: str(folder)}
+            [*command, *options],
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            env={**os.environ, **environment, MARK: str(folder)},
         )
         try:
             status = process.wait(timeout=1800)
@@ -107,6 +114,47 @@ def test_one_step_off_trains_on_tokens_of_the_weights_before(tmp_path: Path) -> 
         difference = logged["training/rollout_probs_diff_mean"]
         assert difference < 1e-5 if step % 2 else difference > 1e-4
     assert steps[STEPS - 1]["critic/score/mean"] > steps[1]["critic/score/mean"] + 0.05
+
+
+def test_experts_of_the_rollout_reach_the_trainer(tmp_path: Path) -> None:
+    """verl's FSDP trainers do not replay them; its metrics count them, from the batch that the trainer has."""
+    kept = tmp_path / "experts"
+    kept.mkdir()
+    loop = tmp_path / "loop.yaml"
+    loop.write_text("- name: keeping_experts\n  _target_: verl_agent_loop.KeepingExperts\n")
+    rollout = "actor_rollout_ref.rollout"
+    options = [
+        *("--trainer", "sync", "--steps", "2", "--model", "qwen3_moe"),
+        f"{rollout}.enable_rollout_routing_replay=true",
+        f"{rollout}.moe_load_balance_metrics_interval=1",
+        f"{rollout}.agent.default_agent_loop=keeping_experts",
+        f"{rollout}.agent.agent_loop_config_path={loop}",
+    ]
+    helpers = os.pathsep.join(filter(None, [str(REWARD.parent), os.environ.get("PYTHONPATH")]))
+    _, output = train(tmp_path, *options, PYTHONPATH=helpers, EXPERTS_OF_VERL=str(kept))
+    assert (tmp_path / "metrics.jsonl").exists(), output
+    steps = metrics(tmp_path)
+    assert sorted(steps) == [1, 2]
+    samples = [np.load(file) for file in kept.iterdir()]
+    layers, experts_per_token = 1, 2
+    model = AutoModelForCausalLM.from_pretrained(tiny_model("qwen3_moe", num_hidden_layers=layers), dtype=torch.float32)
+    for sample in samples:
+        ids, experts = sample["ids"], torch.from_numpy(sample["experts"])
+        assert experts.dtype is torch.int16
+        assert experts.shape == (len(ids) - 1, layers, experts_per_token)
+        if sample["step"] == 0:  # the weights that the engine started with
+            with torch.no_grad():
+                (logits,) = model(torch.tensor(ids[None]), output_router_logits=True).router_logits
+            expected = logits.reshape(len(ids), -1).topk(experts_per_token).indices[:-1].sort(-1).values
+            assert torch.equal(experts[:, 0].long().sort(-1).values, expected)
+    for step, logged in steps.items():
+        assert logged["rollout/moe/routed_experts_found"] == 1
+        of_step = [sample for sample in samples if sample["step"] == step - 1]
+        assert len(of_step) == verl_grpo.ROWS * verl_grpo.SAMPLES
+        drawn = logged["response_length/mean"] * len(of_step)
+        counted = (drawn - len(of_step)) * layers * experts_per_token
+        assert logged["rollout/moe/routed_expert_assignments"] == pytest.approx(counted)
+        assert logged["training/rollout_probs_diff_mean"] < 1e-3
 
 
 def test_with_full_determinism_two_runs_roll_out_the_same(tmp_path: Path) -> None:

@@ -49,6 +49,7 @@ def test_a_verl_that_lacks_a_feature_is_refused_by_the_feature(monkeypatch: pyte
     class Output(BaseModel):
         token_ids: list[int]
         log_probs: list[float]
+        routed_experts: list[int]
         stop_reason: str
 
     monkeypatch.setattr("drivetrain_trainers.verl.features.TokenOutput", Output)
@@ -86,7 +87,6 @@ def test_fields_of_the_engine_overrule_those_of_verl(model: HFModelConfig) -> No
         ({"engine_kwargs": {}}, r"engine_kwargs\.drivetrain\.backend is not set; expected the name of a backend"),
         ({"enforce_eager": True}, r"rollout\.enforce_eager=True: .* pass the engine's own argument"),
         ({"quantization": "fp8"}, r"rollout\.quantization='fp8'"),
-        ({"enable_rollout_routing_replay": True}, r"rollout\.enable_rollout_routing_replay=True"),
         ({"scheduling_policy": "priority"}, r"rollout\.scheduling_policy='priority'"),
         ({"over_sample_rate": 0.1}, r"rollout\.over_sample_rate=0\.1"),
         ({"disable_log_stats": False}, r"rollout\.disable_log_stats=False"),

@@ -13,6 +13,7 @@ from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.replica import TokenOutput
 
 from drivetrain.backend.toolkit.deadlines import deadline
+from drivetrain.backend.toolkit.expert_layers import ExpertLayers
 from drivetrain.create import create_engine
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.errors import InvalidConfig, InvalidRequest, UnsupportedCapability
@@ -24,6 +25,7 @@ from drivetrain.types.sampling import SamplingParams
 from drivetrain_trainers.verl.gate import Gate
 from drivetrain_trainers.verl.outputs import aborted, token_output
 from drivetrain_trainers.verl.prompt_scores import PROMPT_LOGPROBS, score_fields, scored, top_k_of
+from drivetrain_trainers.verl.routing_replay import ASKED, recording_engine, replayed_experts
 from drivetrain_trainers.verl.sampling import Lengths, sampling_params
 from drivetrain_trainers.verl.settings import engine_config
 
@@ -55,10 +57,10 @@ class EngineServer:
 
         Raises:
             InvalidConfig: The engine cannot do what a field of the configuration asks for.
+            UnsupportedCapability: Routing is to be replayed, and the engine does not return the experts of all tokens.
             EngineStartError: The engine did not start.
         """
-        config = engine_config(self._rollout, self._model, mode=self._mode, is_teacher=self._is_teacher)
-        engine = create_engine(config)
+        engine = self._make()
         needed = {Capability.SLEEP_KV_CACHE} if self._frees_cache else set()
         needed |= {Capability.SLEEP_KV_CACHE, Capability.SLEEP_WEIGHTS} if self._sleeps else set()
         if not engine.capabilities >= needed:
@@ -72,10 +74,15 @@ class EngineServer:
         self._handles = {ray.get_runtime_context().get_node_id() if ray.is_initialized() else "": handle}
         self.engine: InferenceEngine = engine
         """The engine that this server owns, once it has started."""
+        self._expert_layers = ExpertLayers(engine.config)
         self._gate = Gate()
         context = engine.model_info.context_length
         self._lengths = Lengths(self._rollout.prompt_length, self._rollout.response_length, context)
         return handle.address
+
+    def _make(self) -> InferenceEngine:
+        config = engine_config(self._rollout, self._model, mode=self._mode, is_teacher=self._is_teacher)
+        return recording_engine(config) if self._rollout.enable_rollout_routing_replay else create_engine(config)
 
     async def handle(self, node: str = "") -> EngineHandle:
         """Return a handle to the started engine: a Unix socket for this node's processes, a TCP address for others.
@@ -122,6 +129,8 @@ class EngineServer:
             else:
                 completion = (await self.engine.generate([prompt], params)).completions[0]
         output = token_output(completion, self.engine.get_weight_version())
+        if self._rollout.enable_rollout_routing_replay:
+            output.routed_experts = replayed_experts(completion, self._expert_layers)
         if top_k is not None:
             output.extra_fields |= score_fields(completion, top_k)
         return output
@@ -129,6 +138,8 @@ class EngineServer:
     def _params(self, given: Mapping[str, object], request_id: str, prompt_ids: Sequence[int]) -> SamplingParams:
         rollout = self._rollout
         defaults = {"repetition_penalty": rollout.repetition_penalty, "ignore_eos": rollout.ignore_eos}
+        if rollout.enable_rollout_routing_replay:
+            defaults |= ASKED
         if rollout.full_determinism:
             # verl keeps the id in later turns and when an aborted response goes on, which must not draw the same again.
             defaults["seed"] = rollout.seed + zlib.crc32(f"{request_id} {prompt_ids}".encode())

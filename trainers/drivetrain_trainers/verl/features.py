@@ -12,7 +12,7 @@ from verl.workers.rollout.replica import RolloutMode, RolloutReplica, TokenOutpu
 from drivetrain.errors import BackendUnavailable
 from drivetrain_trainers.verl.plugin_names import SEEN_WORKING
 
-_OUTPUT_FIELDS = ("token_ids", "log_probs", "stop_reason", "extra_fields")
+_OUTPUT_FIELDS = ("token_ids", "log_probs", "routed_experts", "stop_reason", "extra_fields")
 _ROLLOUT_METHODS = ("resume", "update_weights", "release")
 _MODES = ("HYBRID", "COLOCATED", "STANDALONE")
 _REPLICA_METHODS = ("launch_servers", "sleep", "wake_up", "abort_all_requests", "resume_generation")

@@ -52,7 +52,6 @@ _REFUSED: Final[Mapping[str, tuple[Callable[[object], bool], str]]] = {
     "enable_chunked_prefill": (lambda value: not value, _PASS_IT_ON),
     "scheduling_policy": (lambda value: value not in (None, "fcfs"), _PASS_IT_ON),
     "over_sample_rate": (bool, "set it to 0"),
-    "enable_rollout_routing_replay": (bool, "set it to false"),
     "layered_summon": (bool, "it is for LoRA adapters; set it to false"),
     "disable_log_stats": (lambda value: not value, "set it to true; the engine serves no metrics of its own"),
 }
