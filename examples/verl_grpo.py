@@ -100,7 +100,7 @@ def arguments(given: argparse.Namespace, work: Path, model: str) -> Iterator[str
     yield "+actor_rollout_ref.model.override_config.attn_implementation=sdpa"
     if given.lora:
         yield "actor_rollout_ref.model.lora_rank=8"
-        yield "actor_rollout_ref.model.lora.merge=true"
+        yield f"actor_rollout_ref.model.lora.merge={str(given.lora == 'merged').lower()}"
     actor = "actor_rollout_ref.actor"
     yield f"{actor}.strategy=fsdp2"
     yield f"{actor}.use_kl_loss=false"
@@ -238,7 +238,7 @@ def main(given: argparse.Namespace) -> None:
         shutil.rmtree(work, ignore_errors=True)
     if mean(rewards[-3:]) < rewards[0] + 0.3:
         raise SystemExit(f"the reward went from {rewards[0]:.3f} to {rewards[-1]:.3f}; expected a rise by 0.3")
-    tolerance = LORA_TOLERANCE if given.lora else TOLERANCE
+    tolerance = LORA_TOLERANCE if given.lora == "merged" else TOLERANCE
     if gap > tolerance:
         raise SystemExit(f"the probabilities of engine and trainer differ by {gap:.1e}; expected {tolerance:g} at most")
 
@@ -252,7 +252,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--trainer", default="sync", choices=["v0", *V1, *EXPERIMENTAL], help="Trainer of verl.")
     made.add_argument("--model", default="qwen2", help="Architecture of the policy, as drivetrain.testing names it.")
     made.add_argument("--ranks", type=int, default=1, help="Ranks of the trainer; each has an engine.")
-    made.add_argument("--lora", action="store_true", help="Train an adapter; merged weights are pushed.")
+    made.add_argument("--lora", choices=["adapter", "merged"], help="Train an adapter, and push it or merged weights.")
     made.add_argument("--no-sleep", dest="sleep", action="store_false", help="Leave the engine's memory allocated.")
     made.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     made.add_argument("--steps", type=int, default=20)

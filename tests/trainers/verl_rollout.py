@@ -8,12 +8,22 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+from verl.utils.fsdp_utils import collect_lora_params, replace_lora_wrapper
 from verl.workers.config import CheckpointEngineConfig, HFModelConfig, RolloutConfig
 from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
-from drivetrain import EngineState, InferenceEngine, InvalidConfig, WeightPlanMismatch, attach
+from drivetrain import (
+    EngineState,
+    InferenceEngine,
+    InvalidConfig,
+    InvalidRequest,
+    InvalidWeights,
+    WeightPlanMismatch,
+    attach,
+)
 from drivetrain.testing import tiny_model
 from drivetrain_trainers.verl import rollout
 from drivetrain_trainers.verl.engine_server import EngineServer
@@ -59,6 +69,7 @@ def with_a_rank(
     test: Callable[[DrivetrainRollout, EngineServer], Awaitable[None]],
     dtype: str,
     path: str = MODEL,
+    **of_model: object,
 ) -> None:
     """Run a test with the first rank of a replica and the server of its engine."""
 
@@ -71,7 +82,7 @@ def with_a_rank(
             engine_kwargs={"drivetrain": {"backend": "transformers"}},
             checkpoint_engine=CheckpointEngineConfig(update_weights_bucket_megabytes=1),
         )
-        model = HFModelConfig(path=path, override_config={"attn_implementation": "sdpa"})
+        model = HFModelConfig(path=path, override_config={"attn_implementation": "sdpa"}, **of_model)
         server = EngineServer(config, model, "hybrid")
         await server.start()
         rank = DrivetrainRollout(config, model, None)
@@ -223,11 +234,88 @@ def test_ranks_that_do_not_push_take_part_in_the_gather(monkeypatch: pytest.Monk
     asyncio.run(rank.resume(["weights"]))  # nothing to wake
 
 
-def test_adapters_and_deltas_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def adapted(seed: int) -> PeftModel:
+    """Return a policy with an adapter that changes its results."""
+    base = AutoModelForCausalLM.from_pretrained(tiny_model("qwen2", seed=seed), dtype=torch.float32)
+    config = LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    return get_peft_model(base, config)
+
+
+def sent_by_verl(policy: PeftModel, base_sync_done: bool) -> dict[str, torch.Tensor]:
+    """Return the tensors that verl's FSDP engine sends (``workers/engine/fsdp/transformer_impl.py:1002``)."""
+    sent: dict[str, torch.Tensor] = collect_lora_params(policy, layered_summon=False, base_sync_done=base_sync_done)
+    if base_sync_done:
+        return sent
+    return {replace_lora_wrapper(name, policy.peft_config["default"]): tensor for name, tensor in sent.items()}
+
+
+def logprobs_of(policy: PeftModel, prompt: list[int], response: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        logits = policy(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+    logprobs: torch.Tensor = logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0]
+    return logprobs
+
+
+def test_base_weights_come_once_and_adapters_at_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = adapted(seed=1)
+    peft_config = policy.peft_config["default"].to_dict()
+    sampled = {"temperature": 1.0, "max_tokens": 8, "ignore_eos": True, "logprobs": True}
+
+    async def test(rank: DrivetrainRollout, server: EngineServer) -> None:
+        with pytest.raises(InvalidRequest, match="'policy' is not loaded"):
+            await server.generate([5, 6], dict(sampled), "early")
+        for step in range(3):
+            await server.sleep()
+            assert server.engine.state is EngineState.ASLEEP
+            await rank.resume(["weights"])
+            if not step:
+                base = Gather(sent_by_verl(policy, base_sync_done=False))
+                assert "model.layers.0.self_attn.q_proj.base_layer.weight" in base.tensors
+                await rank.update_weights(iter(base), step, peft_config=peft_config, base_sync_done=False)
+            adapter = Gather(sent_by_verl(policy, base_sync_done=True))
+            await rank.update_weights(iter(adapter), step, peft_config=peft_config, base_sync_done=True)
+            assert adapter.complete
+            await rank.resume(["kv_cache"])
+            output = await server.generate([5, 6], dict(sampled), f"step {step}")
+            assert torch.allclose(
+                torch.tensor(output.log_probs), logprobs_of(policy, [5, 6], output.token_ids), atol=1e-4
+            )
+            with policy.disable_adapter():
+                plain = logprobs_of(policy, [5, 6], output.token_ids)
+            assert not torch.allclose(torch.tensor(output.log_probs), plain, atol=1e-2)
+            assert output.extra_fields["weight_versions"] == f"{step}:0-8"
+            with torch.no_grad():
+                for name, parameter in policy.named_parameters():
+                    parameter.add_(0.02 if ".lora_" in name else 0)
+        await rank.release()
+        assert server.engine.state is EngineState.ASLEEP
+
+    with_a_rank(monkeypatch, test, "float32", lora_rank=4)
+
+
+def test_an_adapter_that_the_engine_does_not_take_is_refused_and_the_old_one_serves_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    policy = adapted(seed=0)
+    peft_config = policy.peft_config["default"].to_dict()
+
+    async def test(rank: DrivetrainRollout, server: EngineServer) -> None:
+        await rank.update_weights(iter(Gather(sent_by_verl(policy, True))), 1, peft_config=peft_config)
+        broken = sent_by_verl(policy, True)
+        broken[next(iter(broken))][0, 0] = torch.nan
+        gather = Gather(broken)
+        with pytest.raises(InvalidWeights):
+            await rank.update_weights(iter(gather), 2, peft_config=peft_config)
+        assert gather.complete
+        output = await server.generate([5, 6], {"max_tokens": 2, "ignore_eos": True}, "a")
+        assert output.extra_fields["global_steps"] == 1
+
+    with_a_rank(monkeypatch, test, "float32", lora_rank=4)
+
+
+def test_deltas_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     config = RolloutConfig(name="drivetrain", tensor_model_parallel_size=1)
     rank = DrivetrainRollout(config, HFModelConfig(path=MODEL), None)
-    with pytest.raises(InvalidConfig, match=r"lora\.merge=true"):
-        asyncio.run(rank.update_weights(iter(()), peft_config={"r": 8}))
     with pytest.raises(InvalidConfig, match="wire_format='delta_flush': expected 'named_tensors'"):
         asyncio.run(rank.update_weights(iter(()), wire_format="delta_flush"))

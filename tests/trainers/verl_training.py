@@ -80,9 +80,14 @@ def metrics(folder: Path) -> dict[int, dict[str, float]]:
         (["--trainer", "colocate_async"], 1),
         (["--trainer", "separate_async"], 2),
         (["--trainer", "fully_async"], 0),
-        (["--trainer", "sync", "--lora", "--ranks", "2"], 0),
+        (["--trainer", "sync", "--lora", "merged", "--ranks", "2"], 0),
+        (["--trainer", "sync", "--lora", "adapter"], 0),
+        (["--trainer", "sync", "--lora", "adapter", "--ranks", "2"], 0),
     ],
-    ids=["v0", "sync", "colocate_async", "separate_async", "fully_async", "two-ranks-lora"],
+    ids=[
+        *("v0", "sync", "colocate_async", "separate_async", "fully_async"),
+        *("two-ranks-merged-adapter", "adapter", "two-ranks-adapter"),
+    ],
 )
 def test_it_trains_on_tokens_of_the_weights_that_it_has_just_pushed(
     options: list[str], behind: int, tmp_path: Path
@@ -95,7 +100,7 @@ def test_it_trains_on_tokens_of_the_weights_that_it_has_just_pushed(
         oldest, newest = verl_grpo.versions(tmp_path, step, logged)
         assert step - 1 - behind <= oldest <= newest <= step - 1
         if oldest == step - 1:
-            assert logged["training/rollout_probs_diff_mean"] < (1e-3 if "--lora" not in options else 1e-2)
+            assert logged["training/rollout_probs_diff_mean"] < (1e-3 if "merged" not in options else 1e-2)
     scores = [logged["critic/score/mean"] for logged in steps.values()]
     assert mean(scores[-2:]) > mean(scores[:2]) + 0.05
 

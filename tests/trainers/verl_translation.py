@@ -14,7 +14,7 @@ from hydra.errors import InstantiationException  # type: ignore[import-not-found
 from omegaconf import OmegaConf  # type: ignore[import-not-found]
 from pydantic import BaseModel
 from verl.utils.config import omega_conf_to_dataclass
-from verl.workers.config import DistillationConfig, HFModelConfig, RolloutConfig
+from verl.workers.config import CheckpointEngineConfig, DistillationConfig, HFModelConfig, RolloutConfig
 from verl.workers.rollout.base import get_rollout_class
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
@@ -102,12 +102,19 @@ def test_what_no_engine_honours_is_refused_by_name(
         engine_config(rollout(**fields), model)
 
 
-def test_adapters_are_refused_and_merged_ones_are_not(model: HFModelConfig) -> None:
-    with pytest.raises(InvalidConfig, match=r"model\.lora_rank=8: .*lora\.merge=true"):
-        engine_config(rollout(), dataclasses.replace(model, lora_rank=8))
-    with pytest.raises(InvalidConfig, match=r"model\.lora_rank=4"):
-        engine_config(rollout(), dataclasses.replace(model, lora={"rank": 4}))
-    engine_config(rollout(), dataclasses.replace(model, lora_rank=8, lora={"merge": True}))
+def test_an_engine_is_prepared_for_adapters_that_are_not_merged(model: HFModelConfig) -> None:
+    for fields in ({"lora_rank": 8}, {"lora": {"rank": 8, "merge": False}}):
+        config = engine_config(rollout(), dataclasses.replace(model, **fields))
+        assert (config.enable_lora, config.max_lora_rank) == (True, 8)
+    merged = dataclasses.replace(model, lora_rank=8, lora={"merge": True})
+    assert not engine_config(rollout(), merged).enable_lora
+
+
+def test_adapters_for_engines_on_gpus_of_their_own_must_be_merged(model: HFModelConfig) -> None:
+    separate = rollout(checkpoint_engine=CheckpointEngineConfig(backend="drivetrain"))
+    with pytest.raises(InvalidConfig, match=r"checkpoint_engine\.backend='drivetrain': .*lora\.merge=true"):
+        engine_config(separate, dataclasses.replace(model, lora_rank=8))
+    engine_config(separate, dataclasses.replace(model, lora_rank=8, lora={"merge": True}))
 
 
 def test_a_replica_on_several_nodes_and_a_reward_model_are_refused() -> None:

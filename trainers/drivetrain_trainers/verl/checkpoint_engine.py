@@ -7,6 +7,7 @@ verl imports this module by ``rollout.checkpoint_engine.custom_backend_module``;
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -62,7 +63,8 @@ class DirectPush(CheckpointEngine):
         Raises:
             WeightSyncError: The push failed; its subclass says how the engines are left.
         """
-        await push_and_gather(weights, await self._pushing() if self._is_master else None, global_steps)
+        push = partial((await self._pushing()).push, step=global_steps) if self._is_master else None
+        await push_and_gather(weights, push)
 
     async def _pushing(self) -> Pusher:
         if self._pusher is None or self._pusher[0] != self._servers:

@@ -22,8 +22,10 @@ from drivetrain.types.handle import EngineHandle
 from drivetrain.types.modes import MemoryTag
 from drivetrain.types.prompts import ImageInput, TokenPrompt
 from drivetrain.types.sampling import SamplingParams
+from drivetrain_trainers.verl.adapters import adapter_rank, sleeping_memory
 from drivetrain_trainers.verl.gate import Gate
 from drivetrain_trainers.verl.outputs import aborted, token_output
+from drivetrain_trainers.verl.plugin_names import ADAPTER, ROLLOUT
 from drivetrain_trainers.verl.prompt_scores import PROMPT_LOGPROBS, score_fields, scored, top_k_of
 from drivetrain_trainers.verl.routing_replay import ASKED, recording_engine, replayed_experts
 from drivetrain_trainers.verl.sampling import Lengths, sampling_params
@@ -51,6 +53,7 @@ class EngineServer:
         self._frees_cache = sleeps and mode != "colocated"
         self._mode = mode
         self._is_teacher = is_teacher
+        self._lora = ADAPTER if adapter_rank(self._model) else None
 
     async def start(self) -> str:
         """Start the engine; return its address.
@@ -82,7 +85,11 @@ class EngineServer:
 
     def _make(self) -> InferenceEngine:
         config = engine_config(self._rollout, self._model, mode=self._mode, is_teacher=self._is_teacher)
-        return recording_engine(config) if self._rollout.enable_rollout_routing_replay else create_engine(config)
+        engine = recording_engine(config) if self._rollout.enable_rollout_routing_replay else create_engine(config)
+        if self._lora and self._sleeps and Capability.SLEEP_KEEPS_WEIGHTS in engine.capabilities:
+            if self._rollout.engine_kwargs[ROLLOUT].get("sleep_keeps_weights") is None:
+                return create_engine(engine.config.model_copy(update={"sleep_keeps_weights": True}))
+        return engine
 
     async def handle(self, node: str = "") -> EngineHandle:
         """Return a handle to the started engine: a Unix socket for this node's processes, a TCP address for others.
@@ -125,9 +132,9 @@ class EngineServer:
             if not admitted:
                 return aborted(self.engine.get_weight_version())
             if top_k is not None:
-                completion = await scored(self.engine, prompt, params, top_k)
+                completion = await scored(self.engine, prompt, params, top_k, self._lora)
             else:
-                completion = (await self.engine.generate([prompt], params)).completions[0]
+                completion = (await self.engine.generate([prompt], params, lora=self._lora)).completions[0]
         output = token_output(completion, self.engine.get_weight_version())
         if self._rollout.enable_rollout_routing_replay:
             output.routed_experts = replayed_experts(completion, self._expert_layers)
@@ -162,7 +169,7 @@ class EngineServer:
     async def sleep(self) -> None:
         """Wait for the requests in flight, and free the memory of weights and KV cache."""
         if self._sleeps:
-            await self._free(MemoryTag.WEIGHTS, MemoryTag.KV_CACHE)
+            await self._free(*sleeping_memory(self.engine.config))
 
     async def release_kv_cache(self) -> None:
         """Wait for the requests in flight, and free the memory of the KV cache."""

@@ -10,6 +10,8 @@ OPTIONS: Final = f"actor_rollout_ref.rollout.engine_kwargs.{ROLLOUT}"
 """The key of verl's configuration that holds the fields of the engine's."""
 TEACHER: Final = "distillation.teacher_models.*.inference"
 """The key that holds a teacher's fields, in place of ``actor_rollout_ref.rollout``."""
+ADAPTER: Final = "policy"
+"""Name under which the engine serves the adapter that verl trains, if adapters are not merged."""
 SEEN_WORKING: Final = "0.9.1"
 """The version of verl that the tests run."""
 

@@ -36,7 +36,9 @@ def top_k_of(asked: object) -> int | None:
     return asked
 
 
-async def scored(engine: InferenceEngine, prompt: TokenPrompt, params: SamplingParams, top_k: int) -> Completion:
+async def scored(
+    engine: InferenceEngine, prompt: TokenPrompt, params: SamplingParams, top_k: int, lora: str | None
+) -> Completion:
     """Sample a response, and score its prompt in the same request, by the model's own distribution.
 
     Args:
@@ -44,11 +46,14 @@ async def scored(engine: InferenceEngine, prompt: TokenPrompt, params: SamplingP
         prompt: The prompt. Only a request that asks for ``prompt_logprobs`` scores one with images.
         params: The response's sampling params.
         top_k: Number of most likely tokens at each position.
+        lora: Name of the adapter to use; None: the base model.
     """
     if prompt.media or not engine.supports(Capability.SCORE_AT):
         params = params.model_copy(update={PROMPT_LOGPROBS: top_k})
-        return (await engine.generate([prompt], params)).completions[0]
-    output = await engine.compute_logprobs([prompt.token_ids], temperature=1.0, top_k=top_k, sampling_params=params)
+        return (await engine.generate([prompt], params, lora=lora)).completions[0]
+    output = await engine.compute_logprobs(
+        [prompt.token_ids], temperature=1.0, top_k=top_k, sampling_params=params, lora=lora
+    )
     return output.completions[0]
 
 

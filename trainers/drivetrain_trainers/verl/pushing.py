@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from typing import Final
 
 import ray
@@ -82,15 +82,15 @@ def _strategy(engine: InferenceEngine) -> Strategy:
     return Strategy.AUTO
 
 
-async def push_and_gather(weights: Weights, pusher: Pusher | None, step: int | None) -> None:
-    """Push on the rank that has a ``pusher``; on the others take part in the gather.
+async def push_and_gather(weights: Weights, push: Callable[[Pairs], Awaitable[None]] | None) -> None:
+    """Push on the rank that has a ``push``; on the others take part in the gather.
 
     If the push fails, the remaining tensors are gathered all the same, because other ranks wait in that gather.
     """
     reading = _read(weights, asyncio.get_running_loop())
     try:
-        if pusher is not None:
-            await pusher.push(reading, step)
+        if push is not None:
+            await push(reading)
     finally:
         await in_thread(lambda: _drain(reading))
 

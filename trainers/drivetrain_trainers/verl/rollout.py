@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from verl.workers.rollout.base import BaseRollout
@@ -12,9 +14,10 @@ from drivetrain.checks.safe_repr import shown
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.errors import InvalidConfig
 from drivetrain.types.modes import MemoryTag
+from drivetrain_trainers.verl.adapters import AdapterPusher, sleeping_memory, without_wrappers
 from drivetrain_trainers.verl.attaching import attach_to
 from drivetrain_trainers.verl.plugin_names import server_name
-from drivetrain_trainers.verl.pushing import Pusher, Weights, push_and_gather
+from drivetrain_trainers.verl.pushing import Pairs, Pusher, Weights, push_and_gather
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -58,6 +61,7 @@ class DrivetrainRollout(BaseRollout):
         self.is_leader_rank = rank % size == 0
         self._engine: InferenceEngine | None = None
         self._pusher: Pusher | None = None
+        self._adapter_pusher: AdapterPusher | None = None
         global _here
         _here = server_name(self.replica_rank)
 
@@ -69,27 +73,30 @@ class DrivetrainRollout(BaseRollout):
     async def release(self) -> None:
         """Free the engine's memory."""
         if self.config.free_cache_engine and self.is_leader_rank:
-            await (await self._attached()).sleep([MemoryTag.WEIGHTS, MemoryTag.KV_CACHE])
+            engine = await self._attached()
+            await engine.sleep(sleeping_memory(engine.config))
 
     async def update_weights(
         self,
         weights: Weights,
         global_steps: int | None = None,
         wire_format: str = "named_tensors",
-        peft_config: object = None,
+        peft_config: Mapping[str, object] | None = None,
         base_sync_done: bool = True,
     ) -> None:
-        """Push the weights; the engine serves them as version ``str(global_steps)``.
+        """Push the weights, or an adapter's; the engine serves them as version ``str(global_steps)``.
 
         Args:
             weights: Named tensors; reading one gathers it from all ranks.
             global_steps: The trainer's step, for the version; None: the version stays.
             wire_format: ``named_tensors``; or ``pushed``, if the trainer has pushed the weights itself.
-            peft_config: None; verl gives an adapter's configuration with the adapter's tensors.
-            base_sync_done: Not used; it goes with adapters.
+            peft_config: The fields of an adapter's configuration; None: verl trains none, or merges it.
+            base_sync_done: With ``peft_config``, true if the tensors are the adapter's, and false if they are the base
+                weights, which verl sends before the first adapter if ``rollout.load_format`` is ``dummy``.
 
         Raises:
-            InvalidConfig: ``wire_format`` is another one, or the tensors are an adapter's.
+            InvalidConfig: ``wire_format`` is another one.
+            InvalidRequest: The engine does not serve such an adapter.
             WeightSyncError: The push failed; its subclass says how the engine is left.
         """
         if wire_format == PUSHED:
@@ -100,19 +107,24 @@ class DrivetrainRollout(BaseRollout):
                 "actor_rollout_ref.rollout.checkpoint_engine.backend",
                 field="wire_format",
             )
-        if peft_config is not None:
-            raise InvalidConfig(
-                "peft_config is given: the drivetrain rollout takes merged weights, not adapters; set "
-                "actor_rollout_ref.model.lora.merge=true",
-                field="peft_config",
-            )
-        await push_and_gather(weights, await self._pushing(), global_steps)
+        push = await self._push(global_steps, peft_config, base_sync_done) if self.is_leader_rank else None
+        await push_and_gather(weights, push)
 
-    async def _pushing(self) -> Pusher | None:
-        if self.is_leader_rank and self._pusher is None:
-            bucket_bytes = self.config.checkpoint_engine.update_weights_bucket_megabytes << 20
-            self._pusher = Pusher(await self._attached(), f"replica {self.replica_rank}", bucket_bytes)
-        return self._pusher
+    async def _push(
+        self, step: int | None, peft_config: Mapping[str, object] | None, base_sync_done: bool
+    ) -> Callable[[Pairs], Awaitable[None]]:
+        engine, name = await self._attached(), f"replica {self.replica_rank}"
+        bucket_bytes = self.config.checkpoint_engine.update_weights_bucket_megabytes << 20
+        if peft_config is not None and base_sync_done:
+            if self._adapter_pusher is None:
+                self._adapter_pusher = AdapterPusher(engine, name, bucket_bytes)
+            return partial(self._adapter_pusher.push, step=step, config=peft_config)
+        if self._pusher is None:
+            self._pusher = Pusher(engine, name, bucket_bytes)
+        push = self._pusher.push
+        if peft_config is None:
+            return partial(push, step=step)
+        return lambda weights: push(without_wrappers(weights), step)
 
     async def _attached(self) -> InferenceEngine:
         """Attach to the replica's engine at first use: verl makes the rollout before it starts the engine."""

@@ -14,6 +14,7 @@ from drivetrain.checks.safe_repr import shown
 from drivetrain.errors import InvalidConfig
 from drivetrain.types.config import EngineConfig
 from drivetrain.types.sampling import LogprobsMode
+from drivetrain_trainers.verl.adapters import adapter_rank
 from drivetrain_trainers.verl.plugin_names import OPTIONS, ROLLOUT, TEACHER
 
 if TYPE_CHECKING:
@@ -52,7 +53,6 @@ _REFUSED: Final[Mapping[str, tuple[Callable[[object], bool], str]]] = {
     "enable_chunked_prefill": (lambda value: not value, _PASS_IT_ON),
     "scheduling_policy": (lambda value: value not in (None, "fcfs"), _PASS_IT_ON),
     "over_sample_rate": (bool, "set it to 0"),
-    "layered_summon": (bool, "it is for LoRA adapters; set it to false"),
     "disable_log_stats": (lambda value: not value, "set it to true; the engine serves no metrics of its own"),
 }
 """Fields without an equivalent: the values that are refused, and the remedy."""
@@ -100,6 +100,8 @@ def engine_config(
         "enable_sleep": bool(rollout.free_cache_engine and rollout.enable_sleep_mode),
         "sleep_keeps_weights": mode == "colocated" and bool(rollout.free_cache_engine),
     }
+    if rank := adapter_rank(model):
+        fields |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
     if model.local_tokenizer_path not in (None, model.local_path):
         fields["tokenizer"] = model.local_tokenizer_path
     if device is not None:
@@ -147,12 +149,12 @@ def _refuse(rollout: RolloutConfig, model: HFModelConfig) -> None:
     for name, switch in _SWITCHES:
         if _get(getattr(rollout, name, None), switch):
             raise _invalid(f"rollout.{name}.{switch}", True, "the drivetrain rollout cannot do it; set it to false")
-    rank = _get(model.lora, "rank") or model.lora_rank
-    if rank and not _get(model.lora, "merge"):
+    if adapter_rank(model) and rollout.checkpoint_engine.backend != "naive":
         raise _invalid(
-            "model.lora_rank",
-            rank,
-            "the drivetrain rollout takes merged weights, not adapters; set actor_rollout_ref.model.lora.merge=true",
+            "rollout.checkpoint_engine.backend",
+            rollout.checkpoint_engine.backend,
+            "verl sends no adapter to engines on GPUs of their own; set actor_rollout_ref.model.lora.merge=true, and "
+            "merged weights are pushed",
         )
 
 

@@ -84,12 +84,7 @@ class PeftAdapter:
         config: Any = self._model.peft_config.get(self._name)
         if config is None:
             raise WeightSyncError(f"the model has no adapter {self._name!r} any more; connect one that it has")
-        given, defaults = _as_json(config.to_dict()), _as_json(type(config)().to_dict())
-        return {
-            field: value
-            for field, value in given.items()
-            if field in ("peft_type", "r", "lora_alpha") or field not in defaults or value != defaults[field]
-        }
+        return adapter_fields(config.to_dict(), type(config)().to_dict())
 
     @property
     def tensors(self) -> Mapping[str, torch.Tensor]:
@@ -119,6 +114,21 @@ class PeftAdapter:
         # By default peft also returns the base embedding if the adapter targets it.
         state = get_peft_model_state_dict(self._model, adapter_name=self._name, save_embedding_layers=False)
         return {name: tensor.detach() for name, tensor in cast("Mapping[str, torch.Tensor]", state).items()}
+
+
+def adapter_fields(given: Mapping[str, object], defaults: Mapping[str, object]) -> dict[str, JsonValue]:
+    """Return the fields of ``adapter_config.json``, less those at their default, which an older peft may not know.
+
+    Args:
+        given: The fields of a peft configuration, as its ``to_dict`` returns them.
+        defaults: The same of a configuration without arguments.
+    """
+    fields, usual = _as_json(given), _as_json(defaults)
+    return {
+        field: value
+        for field, value in fields.items()
+        if field in ("peft_type", "r", "lora_alpha") or field not in usual or value != usual[field]
+    }
 
 
 def _peft_model_in(model: Any) -> Any:
