@@ -287,23 +287,23 @@ def test_a_configuration_that_the_backend_refuses_names_the_field() -> None:
         asyncio.run(server(gpu_memory_utilization=0.3).start())
 
 
-if BACKEND != "transformers":
+def test_images_reach_the_engine_with_their_placeholders_expanded_as_verl_does() -> None:
+    vision = tiny_model("qwen2_5_vl")
+    begin, end, image = VOCAB_SIZE, VOCAB_SIZE + 1, VOCAB_SIZE + 2
+    engine = {"drivetrain": ENGINE}
+    picture = Image.effect_noise((56, 84), 90).convert("RGB")
 
-    def test_images_reach_the_engine_with_their_placeholders_expanded_as_verl_does() -> None:
-        vision = tiny_model("qwen2_5_vl")
-        begin, end, image = VOCAB_SIZE, VOCAB_SIZE + 1, VOCAB_SIZE + 2
-        engine = {"drivetrain": {"backend": BACKEND, "python": PYTHON}}
-        picture = Image.effect_noise((56, 84), 90).convert("RGB")
+    async def test(one: EngineServer) -> None:
+        prompt = TokenPrompt(token_ids=(5, begin, image, end, 6), media=(ImageInput.from_pil(picture),))
+        greedy = SamplingParams(temperature=0, max_new_tokens=6, ignore_eos=True)
+        expected = (await one.engine.generate([prompt], greedy)).completions[0]
+        assert len(expected.prompt_token_ids) == 4 + 2 * 3
+        given = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
+        output = await one.generate(expected.prompt_token_ids, dict(given), "a", image_data=[picture])
+        assert output.token_ids == expected.token_ids
+        other = await one.generate(expected.prompt_token_ids, dict(given), "b", image_data=[picture.rotate(180)])
+        assert other.token_ids != output.token_ids
+        with pytest.raises(InvalidRequest, match=r"image_data has 2 images, and .*limit_images=1"):
+            await one.generate(expected.prompt_token_ids, dict(given), "c", image_data=[picture] * 2)
 
-        async def test(one: EngineServer) -> None:
-            prompt = TokenPrompt(token_ids=(5, begin, image, end, 6), media=(ImageInput.from_pil(picture),))
-            greedy = SamplingParams(temperature=0, max_new_tokens=6, ignore_eos=True)
-            expected = (await one.engine.generate([prompt], greedy)).completions[0]
-            assert len(expected.prompt_token_ids) == 4 + 2 * 3
-            given = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
-            output = await one.generate(expected.prompt_token_ids, dict(given), "a", image_data=[picture])
-            assert output.token_ids == expected.token_ids
-            other = await one.generate(expected.prompt_token_ids, dict(given), "b", image_data=[picture.rotate(180)])
-            assert other.token_ids != output.token_ids
-
-        with_a_server(test, path=str(vision), free_cache_engine=False, engine_kwargs=engine)
+    with_a_server(test, path=str(vision), free_cache_engine=False, limit_images=1, engine_kwargs=engine)

@@ -123,6 +123,7 @@ class EngineServer:
             UnsupportedCapability: The engine cannot do what a parameter or the prompt asks for.
         """
         _refuse_media(video_data, audio_data, mm_processor_kwargs)
+        _check_images(len(image_data or ()), self._rollout.limit_images)
         ids = tuple(int(token) for token in prompt_ids)
         given = dict(sampling_params)
         top_k = top_k_of(given.pop(PROMPT_LOGPROBS, None))
@@ -198,6 +199,15 @@ class EngineServer:
 
     async def stop_profile(self) -> None:
         """Do nothing, as :meth:`start_profile`."""
+
+
+def _check_images(count: int, most: int | None) -> None:
+    if most is not None and count > most:
+        raise InvalidRequest(
+            f"image_data has {count} images, and actor_rollout_ref.rollout.limit_images={most}; raise the limit or "
+            "leave some out",
+            field="image_data",
+        )
 
 
 def _refuse_media(

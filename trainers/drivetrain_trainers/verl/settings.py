@@ -49,7 +49,6 @@ _REFUSED: Final[Mapping[str, tuple[Callable[[object], bool], str]]] = {
     "cudagraph_capture_sizes": (lambda value: value is not None, _PASS_IT_ON),
     "quantization": (lambda value: value is not None, _PASS_IT_ON),
     "quantization_config_file": (lambda value: value is not None, _PASS_IT_ON),
-    "limit_images": (lambda value: value is not None, f"bound them in {OPTIONS}.media"),
     "enable_chunked_prefill": (lambda value: not value, _PASS_IT_ON),
     "scheduling_policy": (lambda value: value not in (None, "fcfs"), _PASS_IT_ON),
     "over_sample_rate": (bool, "set it to 0"),
