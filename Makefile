@@ -85,10 +85,11 @@ LAYERS_READY := .venvs/layers/.ready-$(shell echo '$(LAYERS) $(LAYERS_IMPORT)' |
 PORT ?= 8000
 # The clients and trainers that drive our server unmodified, in the releases of the table in the docs.
 TRAINERS ?= openai==2.54.0 anthropic==2.14.0 langchain-openai==1.7.4 verifiers==0.4.0 renderers==0.1.12
-# verl with the packages that its V1 trainer imports, and a platform that lets it train where there is no GPU.
+# verl with the packages that its V1 trainer imports and those that it reads images with, and a platform that lets it
+# train where there is no GPU.
 VERL ?= verl==0.9.1
 VERL_PLATFORM_CPU := tests/support/verl-cpu
-VERL_READY := .venvs/verl/.ready-$(shell (cat pyproject.toml $(VERL_PLATFORM_CPU)/*; echo '$(TORCH) $(VERL)') | sha256sum | cut -c1-16)
+VERL_READY := .venvs/verl/.ready-$(shell (cat pyproject.toml $(VERL_PLATFORM_CPU)/* $(TORCHVISION)/*; echo '$(TORCH) $(VERL)') | sha256sum | cut -c1-16)
 # NeMo-Gym's model server with the packages that it imports, of the many that it asks for, and rLLM's gateway.
 NEMO_GYM ?= nemo-gym==0.4.0
 GYMS ?= rllm-model-gateway==0.1.0 openai==2.7.2 'anthropic<=0.109.2' aiohttp hydra-core orjson 'ray[default]' itsdangerous uvloop \
@@ -411,8 +412,8 @@ $(VERL_READY): | pyproject.toml
 	@echo "setting up .venvs/verl with $(PYTHON): 3 GB, three minutes"
 	@[[ -x .venvs/verl/bin/python ]] || $(PYTHON) -m venv .venvs/verl
 	@.venvs/verl/bin/python -m pip install --quiet --disable-pip-version-check '$(TORCH)' '$(VERL)' -e '.[transformers,ray]' \
-		'TransferQueue>=0.1.10' cachetools fastapi pyzmq uvicorn pytest
-	@.venvs/verl/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --force-reinstall ./$(VERL_PLATFORM_CPU)
+		'TransferQueue>=0.1.10' cachetools fastapi pyzmq uvicorn torchvision qwen_vl_utils pytest
+	@.venvs/verl/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --force-reinstall ./$(VERL_PLATFORM_CPU) ./$(TORCHVISION)
 	@rm -f .venvs/verl/.ready-* && touch $@
 
 faults: environment-$(BACKEND) $(READY) ## kill and freeze processes during weight updates of BACKEND; EXAMPLES=300 by chance

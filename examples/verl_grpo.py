@@ -7,6 +7,8 @@ BACKEND=sglang`` does all of this:
     python -m venv verl && verl/bin/pip install verl==0.9.1 TransferQueue fastapi uvicorn cachetools \
         'drivetrain[transformers,ray]' ./tests/support/verl-cpu
     verl/bin/python examples/verl_grpo.py --backend sglang --python ENVIRONMENT_OF_SGLANG/bin/python
+
+For ``--images``, verl also needs torchvision and qwen_vl_utils.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
+from io import BytesIO
 from pathlib import Path
 from statistics import mean
 
@@ -60,20 +63,30 @@ def compute_score(
     return result
 
 
-def write_prompts(path: Path, rows: int) -> None:
-    """Write a data set of verl's form."""
+def write_prompts(path: Path, rows: int, images: bool = False) -> None:
+    """Write a data set of verl's form, with an image in each prompt if asked for."""
     import pandas
 
     rows_of = [
         {
             "data_source": "letters",
-            "prompt": [{"role": "user", "content": PROMPTS[index % len(PROMPTS)]}],
+            "prompt": [{"role": "user", "content": "<image>" * images + PROMPTS[index % len(PROMPTS)]}],
             "reward_model": {"style": "rule", "ground_truth": ""},
             "extra_info": {"index": index},
+            **({"images": [{"bytes": picture()}]} if images else {}),
         }
         for index in range(rows)
     ]
     pandas.DataFrame(rows_of).to_parquet(path)
+
+
+def picture() -> bytes:
+    """Return a PNG of noise."""
+    from PIL import Image
+
+    file = BytesIO()
+    Image.effect_noise((56, 84), 90).convert("RGB").save(file, "png")
+    return file.getvalue()
 
 
 def arguments(given: argparse.Namespace, work: Path, model: str) -> Iterator[str]:
@@ -220,9 +233,10 @@ def main(given: argparse.Namespace) -> None:
     work = Path(tempfile.mkdtemp(prefix="vg-"))
     try:
         (work / "rollouts").mkdir()
-        write_prompts(work / "train.parquet", ROWS * (given.steps + (given.trainer == "fully_async")))
-        write_prompts(work / "val.parquet", ROWS)
-        model = str(tiny_model(given.model, num_hidden_layers=1))
+        rows = ROWS * (given.steps + (given.trainer == "fully_async"))
+        write_prompts(work / "train.parquet", rows, given.images)
+        write_prompts(work / "val.parquet", ROWS, given.images)
+        model = str(tiny_model(given.model) if given.images else tiny_model(given.model, num_hidden_layers=1))
         trainer = EXPERIMENTAL.get(given.trainer, "verl.trainer.main_ppo")
         command = [sys.executable, "-m", trainer, *arguments(given, work, model), *given.override]
         with (work / "verl.log").open("w") as log:
@@ -251,6 +265,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="Field of the engine's config.")
     made.add_argument("--trainer", default="sync", choices=["v0", *V1, *EXPERIMENTAL], help="Trainer of verl.")
     made.add_argument("--model", default="qwen2", help="Architecture of the policy, as drivetrain.testing names it.")
+    made.add_argument("--images", action="store_true", help="Put an image into each prompt, for --model qwen2_5_vl.")
     made.add_argument("--ranks", type=int, default=1, help="Ranks of the trainer; each has an engine.")
     made.add_argument("--lora", choices=["adapter", "merged"], help="Train an adapter, and push it or merged weights.")
     made.add_argument("--no-sleep", dest="sleep", action="store_false", help="Leave the engine's memory allocated.")

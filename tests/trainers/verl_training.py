@@ -162,6 +162,18 @@ def test_experts_of_the_rollout_reach_the_trainer(tmp_path: Path) -> None:
         assert logged["training/rollout_probs_diff_mean"] < 1e-3
 
 
+def test_it_trains_a_vision_model_on_images(tmp_path: Path) -> None:
+    _, output = train(tmp_path, "--trainer", "sync", "--model", "qwen2_5_vl", "--images")
+    assert (tmp_path / "metrics.jsonl").exists(), output
+    steps = metrics(tmp_path)
+    assert sorted(steps) == list(range(1, STEPS + 1))
+    for step, logged in steps.items():
+        assert verl_grpo.versions(tmp_path, step, logged) == (step - 1, step - 1)
+        assert logged["training/rollout_probs_diff_mean"] < 1e-3
+    scores = [logged["critic/score/mean"] for logged in steps.values()]
+    assert mean(scores[-2:]) > mean(scores[:2]) + 0.05
+
+
 def test_with_full_determinism_two_runs_roll_out_the_same(tmp_path: Path) -> None:
     seen = []
     for name in ("first", "second"):
