@@ -1,4 +1,4 @@
-"""Text of token ids equals that of transformers."""
+"""Texts and token ids are those of transformers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from drivetrain.errors import InvalidConfig
-from drivetrain.testing import tiny_model
+from drivetrain.testing import ARCHITECTURES, AUDIO_ARCHITECTURES, VISION_ARCHITECTURES, tiny_model
 from drivetrain.text.tokenizer import Tokenizer
 from drivetrain.types.config import EngineConfig
-from drivetrain.types.prompts import ChatPrompt
+from drivetrain.types.prompts import ChatPrompt, TextPrompt
 
 transformers = pytest.importorskip("transformers")
 
@@ -41,6 +41,45 @@ def test_a_tokenizer_that_decodes_otherwise_is_asked(inner: Any) -> None:
     ids = inner("quiet").input_ids
     assert Tokenizer(inner)(ids, skip_special_tokens=True) == "quiet"
     assert Tokenizer(loud)(ids, skip_special_tokens=True) == "QUIET"
+
+
+TEXTS = ("", "a <|im_start|> b", "  Grüße \t😀\n\n", "long " * 20_000)
+
+
+@pytest.mark.parametrize("architecture", sorted({*ARCHITECTURES, *VISION_ARCHITECTURES, *AUDIO_ARCHITECTURES}))
+def test_ids_are_those_of_transformers(architecture: str) -> None:
+    inner = transformers.AutoTokenizer.from_pretrained(str(tiny_model(architecture)))
+    tokenizer = Tokenizer(inner)
+    for text in TEXTS:
+        for special in (True, False):
+            prompt = TextPrompt(text=text, add_special_tokens=special)
+            assert tokenizer.encode(prompt) == inner(text, add_special_tokens=special).input_ids
+
+
+def test_a_tokenizer_that_encodes_otherwise_is_asked(inner: Any) -> None:
+    class Loud(type(inner)):  # type: ignore[misc]
+        def _encode_plus(self, text: Any, **options: Any) -> Any:
+            return super()._encode_plus(text.upper(), **options)
+
+    loud = Loud.from_pretrained(str(tiny_model("qwen2")))
+    assert Tokenizer(loud).encode(TextPrompt(text="quiet")) == inner("QUIET").input_ids
+
+
+@pytest.mark.parametrize("set_by_others", [{"truncation": True, "max_length": 3}, {"padding": "max_length"}], ids=str)
+def test_settings_of_other_callers_cut_and_pad_nothing(set_by_others: dict[str, Any]) -> None:
+    inner = transformers.AutoTokenizer.from_pretrained(str(tiny_model("qwen2")))
+    tokenizer = Tokenizer(inner)
+    inner("a text of some length", **{"max_length": 100, **set_by_others})
+    wanted = [*range(ord("a"), ord("a") + 20)]
+    assert inner.convert_ids_to_tokens(tokenizer.encode(TextPrompt(text="".join(map(chr, wanted))))) == [
+        chr(one) for one in wanted
+    ]
+
+
+def test_special_tokens_are_split_where_the_tokenizer_says_so(inner: Any) -> None:
+    splitting = transformers.AutoTokenizer.from_pretrained(str(tiny_model("qwen2")), split_special_tokens=True)
+    text = "<|im_start|>"
+    assert Tokenizer(splitting).encode(TextPrompt(text=text)) == splitting(text).input_ids != inner(text).input_ids
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "gpt2", "llama"])

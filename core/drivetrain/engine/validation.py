@@ -39,6 +39,7 @@ from drivetrain.types.sampling import (
     SamplingParams,
     TemperatureSchedule,
 )
+from drivetrain.types.token_ids import highest
 
 MODE_CAPABILITY: Final[Mapping[LogprobsMode, Capability]] = {
     LogprobsMode.RAW: Capability.LOGPROBS_RAW,
@@ -329,9 +330,9 @@ def check_prompt_ids(ids: list[int], where: str, model: ModelInfo) -> None:
     check_prompt_length(len(ids), where, model.context_length)
     if not ids:
         raise InvalidRequest(f"{where} is empty; a prompt needs at least one token", field=where)
-    if max(ids) >= model.vocab_size:
+    if (last := highest(ids)) >= model.vocab_size:
         raise InvalidRequest(
-            f"{where}: token id {max(ids)} is outside the vocabulary of {model.vocab_size} ids "
+            f"{where}: token id {last} is outside the vocabulary of {model.vocab_size} ids "
             f"(0 to {model.vocab_size - 1})",
             field=where,
         )

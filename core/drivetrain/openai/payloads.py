@@ -36,7 +36,8 @@ from drivetrain.checks.pydantic_errors import describe_validation_error, shown_n
 from drivetrain.checks.safe_repr import shown
 from drivetrain.errors import InvalidRequest
 from drivetrain.types.prompts import Message, TextPrompt, TokenPrompt
-from drivetrain.types.sampling import LogitProcessor, LogprobsMode, Number, StructuredOutput, TokenId
+from drivetrain.types.sampling import LogitProcessor, LogprobsMode, Number, StructuredOutput
+from drivetrain.types.token_ids import TokenId
 
 _T = TypeVar("_T")
 

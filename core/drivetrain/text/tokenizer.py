@@ -52,6 +52,7 @@ class Tokenizer:
             token.content for token in inner.added_tokens_decoder.values() if token.special
         )
         self._rust = _rust_of(inner)
+        self._encodes_in_rust = _encodes_in_rust(inner)
 
     @classmethod
     def load(cls, config: EngineConfig) -> Tokenizer:
@@ -155,6 +156,12 @@ class Tokenizer:
             characters *= 4
 
     def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Return the ids of a text."""
+        rust: Any = self._rust
+        # A caller of the tokenizer may have set these; transformers sets them back, which fails beside other threads.
+        if self._encodes_in_rust and rust.truncation is None and rust.padding is None:
+            (encoding,) = rust.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            return list(encoding.ids)
         return list(self.inner(text, add_special_tokens=add_special_tokens)["input_ids"])
 
     def chat_template(self, tools: Sequence[Mapping[str, JsonValue]]) -> str | None:
@@ -219,6 +226,21 @@ def _rust_of(inner: InnerTokenizer) -> Any:
     if not isinstance(inner, Fast) or (type(inner).decode, type(inner)._decode) != (Fast.decode, Fast._decode):
         return None
     return inner.backend_tokenizer
+
+
+def _encodes_in_rust(inner: InnerTokenizer) -> bool:
+    """Return whether transformers' Python code adds nothing to what the Rust tokenizer makes of a text.
+
+    ``encode_batch_fast`` keeps no offsets, which makes it a third faster, and lets other threads run meanwhile.
+    """
+    from drivetrain.text.tokenizer_json import TokenizerJson
+
+    if isinstance(inner, TokenizerJson):
+        return True
+    from transformers import PreTrainedTokenizerFast as Fast
+
+    own = (type(inner).__call__, getattr(type(inner), "_encode_plus", None))
+    return isinstance(inner, Fast) and own == (Fast.__call__, Fast._encode_plus) and not inner.split_special_tokens
 
 
 class IncrementalDecoder:

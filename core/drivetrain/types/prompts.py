@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 from drivetrain.checks.limits import MOST_MESSAGES
 from drivetrain.checks.safe_repr import shown
 from drivetrain.errors import InvalidRequest
-from drivetrain.types.sampling import TokenId
+from drivetrain.types.token_ids import TokenIds
 
 if TYPE_CHECKING:
     import numpy as np
@@ -131,7 +131,7 @@ MediaInput = ImageInput | VideoInput | AudioInput
 class TokenPrompt(_Frozen):
     """A prompt as token ids, used exactly as given."""
 
-    token_ids: tuple[TokenId, ...] = Field(
+    token_ids: TokenIds = Field(
         description="The ids; no special token is added. Each medium has one placeholder, or as many as the model "
         "expects."
     )

@@ -25,8 +25,8 @@ from drivetrain.checks.enum_fields import BY_NAME
 from drivetrain.checks.name_hints import SAMPLING_NAMES, SAMPLING_VALUES
 from drivetrain.checks.regular_expressions import compiled
 from drivetrain.checks.safe_repr import shown
+from drivetrain.types.token_ids import TokenId
 
-TokenId = Annotated[StrictInt, Field(ge=0)]
 _StopText = Annotated[str, Field(max_length=limits.MOST_STOP_CHARACTERS)]
 
 

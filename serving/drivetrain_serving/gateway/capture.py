@@ -19,11 +19,11 @@ from drivetrain.openai.responses import ChatDelta
 from drivetrain.types.outputs import Completion, CompletionChunk
 from drivetrain.types.prompts import ChatPrompt, Message
 from drivetrain.types.sampling import SamplingParams
-from drivetrain_serving.gateway.conversation_digests import Conversation, conversations
+from drivetrain_serving.gateway.conversation_digests import Conversation
 from drivetrain_serving.gateway.records import Record, packed_ids, packed_logprobs
 from drivetrain_serving.gateway.session_turns import Session, Turn
 from drivetrain_serving.gateway.sessions import Sessions
-from drivetrain_serving.gateway.turn_prompts import PreparedPrompt, opens_answer
+from drivetrain_serving.gateway.turn_prompts import PreparedPrompt
 from drivetrain_serving.served_engine import ServedEngine
 from drivetrain_serving.vllm.answer_types import ChatChunk, ChatCompletion
 from drivetrain_serving.vllm.chat_and_completion_answers import ChatResponses
@@ -219,13 +219,14 @@ class Capture:
 
 def _conversation(asked: Asked, answer: Mapping[str, object]) -> Conversation | None:
     """Return a conversation with its answer; None if no request can continue it."""
-    if not opens_answer(asked.prompt):
+    before = asked.prepared.conversation
+    if before is None:
         return None
     try:
         (message,), _ = to_template((Message.model_validate(answer),))
     except (InvalidRequest, ValidationError):
         return None
-    return conversations([*asked.prompt.messages, message], asked.call.lora)[-1]
+    return before.and_then(message)
 
 
 _Piece = TypeVar("_Piece", Completion, CompletionChunk)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Final, NamedTuple
 
 from drivetrain.types.prompts import Message
@@ -21,6 +22,11 @@ class Conversation(NamedTuple):
     exact: bytes
     """Equal only if the last message has the same content, spaces around it included."""
 
+    def and_then(self, message: Message) -> Conversation:
+        """Return the conversation that goes on with ``message``."""
+        digest = hashlib.sha256(self.digest + _described(message)).digest()
+        return Conversation(digest, hashlib.sha256(digest + repr(message.content).encode()).digest())
+
 
 def conversations(messages: Sequence[Message], adapter: str | None) -> list[Conversation]:
     """Return the digests of each prefix of ``messages``, from the first message alone to all of them.
@@ -29,12 +35,8 @@ def conversations(messages: Sequence[Message], adapter: str | None) -> list[Conv
         messages: Messages in template form, so that arguments of tool calls are objects.
         adapter: The adapter that answers them: a conversation with another one is another conversation.
     """
-    found: list[Conversation] = []
-    before = json.dumps(adapter).encode()
-    for message in messages:
-        before = hashlib.sha256(before + _described(message)).digest()
-        found.append(Conversation(before, hashlib.sha256(before + repr(message.content).encode()).digest()))
-    return found
+    none_yet = Conversation(json.dumps(adapter).encode(), b"")
+    return list(accumulate(messages, Conversation.and_then, initial=none_yet))[1:]
 
 
 def _described(message: Message) -> bytes:

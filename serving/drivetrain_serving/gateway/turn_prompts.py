@@ -11,7 +11,7 @@ from drivetrain.text.chat_templates import render
 from drivetrain.text.tokenizer import Tokenizer
 from drivetrain.types.prompts import ChatPrompt, TextPrompt
 from drivetrain_serving.gateway.continuation import CannotExtend, RenderedPrompt, ids_after, text_after, text_after_any
-from drivetrain_serving.gateway.conversation_digests import conversations
+from drivetrain_serving.gateway.conversation_digests import Conversation, conversations
 from drivetrain_serving.gateway.records import unpacked_ids
 from drivetrain_serving.gateway.session_turns import Session, Turn, ids_of
 
@@ -34,6 +34,8 @@ class PreparedPrompt:
     begins_because: str | None
     """The reason why the prompt extends no turn; None if it does."""
     rendered: RenderedPrompt
+    conversation: Conversation | None
+    """Its messages; None if no later prompt can extend the answer, because the prompt does not open one."""
 
     @property
     def parent(self) -> Turn | None:
@@ -77,10 +79,13 @@ def prepare(
     rendered = RenderedPrompt.of(text)
     continues: int | None = None
     because = OTHER_MESSAGES if session.turns else FIRST
-    if not opens_answer(prompt):
+    conversation: Conversation | None = None
+    if not _opens_answer(prompt):
         because = NO_NEW_ANSWER
     else:
-        for turn in islice(session.continued_by(conversations(prompt.messages, adapter)), _MOST_TRIED):
+        known = conversations(prompt.messages, adapter)
+        conversation = known[-1]
+        for turn in islice(session.continued_by(known), _MOST_TRIED):
             sampled = unpacked_ids(turn.record.read().token_ids)
             try:
                 after = _text_after(tokenizer, prompt, text, turn, sampled, keep_answers)
@@ -91,12 +96,13 @@ def prepare(
             path = session.path_to(turn)
             ids = ids_of(path)
             ids += ids_after(tokenizer, after, ids[-1], context_length, "messages")
-            return PreparedPrompt(ids, path, turn.number if continues is None else continues, None, rendered)
+            continues = turn.number if continues is None else continues
+            return PreparedPrompt(ids, path, continues, None, rendered, conversation)
     ids = tokenizer.encode(TextPrompt(text=text, add_special_tokens=False), context_length, "messages")
-    return PreparedPrompt(ids, (), continues, because, rendered)
+    return PreparedPrompt(ids, (), continues, because, rendered, conversation)
 
 
-def opens_answer(prompt: ChatPrompt) -> bool:
+def _opens_answer(prompt: ChatPrompt) -> bool:
     """Return whether a prompt ends with the opening of a new answer; else no later prompt can extend what follows."""
     return prompt.add_generation_prompt and not prompt.continue_final_message
 

@@ -9,7 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, StrictBool, Strict
 
 from drivetrain.checks.pydantic_errors import describe_validation_error
 from drivetrain.errors import InvalidRequest
-from drivetrain.types.sampling import Number, TokenId
+from drivetrain.types.sampling import Number
+from drivetrain.types.token_ids import TokenId
 
 _A = TypeVar("_A", bound=BaseModel)
 _Count = Annotated[StrictInt, Field(ge=0)]

@@ -23,7 +23,8 @@ from drivetrain.errors import InvalidRequest
 from drivetrain.openai.engine_calls import Call
 from drivetrain.openai.payloads import ChatPayload, CompletionPayload, parse
 from drivetrain.types.prompts import TokenPrompt
-from drivetrain.types.sampling import EbnfGrammar, JsonSchema, RegexGrammar, StructuredOutput, TokenId
+from drivetrain.types.sampling import EbnfGrammar, JsonSchema, RegexGrammar, StructuredOutput
+from drivetrain.types.token_ids import TokenIds
 from drivetrain_serving.http_layer.bodies import flag_of
 from drivetrain_serving.sampling_fields import ids_from_json, regex_of_choices, seed_of
 
@@ -359,7 +360,7 @@ class GenerateRequest(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore", json_schema_extra=_with_sampling_params)
     other_names: ClassVar[Mapping[str, str]] = {}
 
-    token_ids: tuple[TokenId, ...] = Field(min_length=1, description="The prompt.")
+    token_ids: TokenIds = Field(min_length=1, description="The prompt.")
     sampling_params: dict[str, JsonValue] = Field(description="Sampling parameters by vLLM's names.")
     model: StrictStr | None = Field(default=None, description="Name of the model or of an adapter; null: the model.")
     request_id: StrictStr | None = Field(default=None, min_length=1, description="Id of the request and its answer.")
