@@ -47,6 +47,36 @@ def test_required_demands_an_array_of_calls() -> None:
         assert not takes(found, wrong), wrong
 
 
+def test_references_stay_within_their_tool() -> None:
+    value: dict[str, Any] = {"$ref": "#/$defs/Of%20a"}
+    first: dict[str, Any] = {
+        "type": "object",
+        "properties": {"v": value, "next": {"$ref": "#"}},
+        "required": ["v"],
+        "additionalProperties": False,
+        "$defs": {"Of a": {"type": "integer"}},
+    }
+    second: dict[str, Any] = {
+        "type": "object",
+        "properties": {"v": value, "w": {"$ref": "#/properties/v"}},
+        "$defs": {"Of a": {"type": "string"}},
+    }
+    literal = {"type": "object", "properties": {"enum": {"enum": ["#"]}, "default": {"$ref": "#/properties/enum"}}}
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": parameters}}
+        for name, parameters in {"first": first, "se/cond~": second, "literal": literal}.items()
+    ]
+    found = schema("required", tools=tools)
+    for name, right, wrong in (
+        ("first", {"v": 1, "next": {"v": 2, "next": {"v": 3}}}, {"v": 1, "next": {"v": "2"}}),
+        ("first", {"v": 1}, {"v": 1, "name": "first"}),
+        ("se/cond~", {"v": "1", "w": "2"}, {"v": "1", "w": 2}),
+        ("literal", {"enum": "#", "default": "#"}, {"default": "0"}),
+    ):
+        assert takes(found, [{"name": name, "parameters": right}]), name
+        assert not takes(found, [{"name": name, "parameters": wrong}]), name
+
+
 def test_without_parallel_calls_there_is_one_at_most() -> None:
     one = {"name": "now", "parameters": {}}
     assert takes(schema("required", parallel_tool_calls=True), [one, one])

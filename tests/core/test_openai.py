@@ -67,12 +67,6 @@ def named(function: str) -> Payload:
     return {"type": "function", "function": {"name": function}}
 
 
-def defining(function: str, definition: Payload) -> Payload:
-    """Return a tool whose parameter refers to a definition of the name X."""
-    parameters = {"type": "object", "properties": {"x": {"$ref": "#/$defs/X"}}, "$defs": {"X": definition}}
-    return {"type": "function", "function": {"name": function, "parameters": parameters}}
-
-
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "integer"}}}
 
 
@@ -332,11 +326,6 @@ def test_arguments_of_earlier_tool_calls_are_objects_to_the_template() -> None:
             },
             "tool_choice",
             "leave one of them out",
-        ),
-        (
-            {**CHAT, "tools": [defining("f", {"type": "string"}), defining("g", {})], "tool_choice": "required"},
-            "tools",
-            "'g' defines 'X' in another way",
         ),
         (
             {

@@ -13,17 +13,14 @@ from typing import Final, Protocol
 
 from pydantic import JsonValue
 
-from drivetrain.checks.safe_repr import shown
-from drivetrain.errors import InvalidRequest
 from drivetrain.openai.payloads import ChatPayload, NamedToolChoice
 from drivetrain.openai.responses import ToolCall, ToolCallDelta
 from drivetrain.openai.schemas import grammar_of_schema
 from drivetrain.tool_calls import strict_json
-from drivetrain.types.sampling import JsonSchema
+from drivetrain.types.sampling import DATA, REFERENCES, JsonSchema
 
 _NO_PARAMETERS: Final[dict[str, JsonValue]] = {"type": "object", "properties": {}}
 """Schema of a tool that gives none."""
-_DEFINITIONS: Final = ("$defs", "definitions")
 _HEAD: Final = re.compile(r'\s*[\[,]\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"parameters"\s*:\s*(?=[^\s,}\]:])')
 """A call in the array up to its arguments; the schema fixes the order of the two keys."""
 _SCALAR: Final = re.compile(r"[^\s,}]*")
@@ -35,7 +32,7 @@ def schema_of_calls(asked: ChatPayload) -> JsonSchema | None:
     """Return the schema of an output that holds the demanded calls; None if the request demands none.
 
     Raises:
-        InvalidRequest: Two tools define different schemas by one name, or a reference of a schema cannot be followed.
+        InvalidRequest: A reference of a tool's schema cannot be followed.
     """
     functions: dict[str, Mapping[str, JsonValue]] = {}
     for tool in asked.tools:
@@ -54,38 +51,37 @@ def schema_of_calls(asked: ChatPayload) -> JsonSchema | None:
 
 
 def _schema_of_array(functions: Mapping[str, Mapping[str, JsonValue]], most: int | None) -> dict[str, JsonValue]:
-    definitions: dict[str, dict[str, JsonValue]] = {}
+    definitions: dict[str, JsonValue] = {}
     calls: list[JsonValue] = []
-    for name, parameters in functions.items():
-        for keyword in _DEFINITIONS:
-            _hoist(parameters.get(keyword), definitions.setdefault(keyword, {}), name)
-        inner: dict[str, JsonValue] = {key: one for key, one in parameters.items() if key not in _DEFINITIONS}
+    for index, (name, parameters) in enumerate(functions.items()):
+        grammar_of_schema(parameters, "tools")  # its errors name references as the tool has them
+        place = f"#/$defs/{index}"
+        definitions[str(index)] = _moved(dict(parameters), place)
         call: dict[str, JsonValue] = {
             "type": "object",
-            "properties": {"name": {"type": "string", "enum": [name]}, "parameters": inner},
+            "properties": {"name": {"type": "string", "enum": [name]}, "parameters": {"$ref": place}},
             "required": ["name", "parameters"],
             "additionalProperties": False,
         }
         calls.append(call)
-    schema: dict[str, JsonValue] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
-    schema |= {} if most is None else {"maxItems": most}
-    for keyword, found in definitions.items():
-        if found:
-            schema[keyword] = found
-    return schema
+    schema: dict[str, JsonValue] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}, "$defs": definitions}
+    return schema if most is None else {**schema, "maxItems": most}
 
 
-def _hoist(definitions: JsonValue, into: dict[str, JsonValue], function: str) -> None:
-    """Add a tool's definitions to those of the whole schema, where its references find them."""
-    if not isinstance(definitions, dict):
-        return
-    for name, definition in definitions.items():
-        if into.setdefault(name, definition) != definition:
-            raise InvalidRequest(
-                f"tools: {shown(function)} defines {shown(name)} in another way than an earlier tool; rename one of "
-                "the definitions",
-                field="tools",
-            )
+def _moved(part: JsonValue, place: str) -> JsonValue:
+    """Return a part of a schema with its references as they are once the whole schema lies at ``place``."""
+    match part:
+        case dict():
+            moved: dict[str, JsonValue] = {}
+            for key, one in part.items():
+                if key in REFERENCES and isinstance(one, str):
+                    moved[key] = place + one.removeprefix("#")
+                else:
+                    moved[key] = one if key in DATA and not isinstance(one, dict) else _moved(one, place)
+            return moved
+        case list():
+            return [_moved(one, place) for one in part]
+    return part
 
 
 class CallReader(Protocol):

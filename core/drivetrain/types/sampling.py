@@ -105,8 +105,10 @@ class JsonSchema(_Frozen):
         return value
 
 
-_DATA: Final = frozenset({"const", "enum", "default", "examples"})
+DATA: Final = frozenset({"const", "enum", "default", "examples"})
 """Keywords of a JSON schema that hold values, not schemas."""
+REFERENCES: Final = ("$ref", "$dynamicRef", "$recursiveRef")
+"""Keywords of a JSON schema whose value is where another schema is."""
 
 
 def _references(schema: object) -> Iterator[str]:
@@ -116,9 +118,9 @@ def _references(schema: object) -> Iterator[str]:
         match todo.pop():
             case dict() as node:
                 for key, value in node.items():
-                    if key in ("$ref", "$dynamicRef", "$recursiveRef") and isinstance(value, str):
+                    if key in REFERENCES and isinstance(value, str):
                         yield value
-                    elif key not in _DATA or isinstance(value, dict):
+                    elif key not in DATA or isinstance(value, dict):
                         todo.append(value)
             case list() as nodes:
                 todo += nodes
