@@ -105,7 +105,7 @@ SCHEMATHESIS ?= schemathesis==4.32.5
 SCHEMATHESIS_READY := .venvs/schemathesis/.ready-$(shell echo '$(SCHEMATHESIS)' | sha256sum | cut -c1-16)
 CASES ?= 5
 
-.PHONY: help setup demo serve-demo test test-unit test-slow test-sglang-server test-vllm-server test-vllm-routes test-sglang-routes test-gateway test-openapi test-status-page test-resume test-asleep test-experts test-trainer-half test-trainers train-skyrl train-areal faults faults-fleet faults-holders fuzz conformance conformance-all conformance-quick conformance-remote conformance-ray conformance-fleet conformance-quantised on-engines beside-engines quick-with-sglang quick-with-vllm parity parity-page mutants drawn-mutants mutants-of-engine matrix lint lint-mypy lint-pyright lint-contracts site docs bench clean test-skyrl-client test-openrlhf test-trl demo-trl test-trl-teacher test-verl demo-verl test-embeddings test-weight-groups test-gyms test-slime show-trainers-layers
+.PHONY: help setup demo serve-demo test test-unit test-slow test-sglang-server test-vllm-server test-vllm-routes test-sglang-routes test-gateway test-front-ends test-openapi test-status-page test-resume test-asleep test-experts test-trainer-half test-trainers train-skyrl train-areal faults faults-fleet faults-holders fuzz conformance conformance-all conformance-quick conformance-remote conformance-ray conformance-fleet conformance-quantised on-engines beside-engines quick-with-sglang quick-with-vllm parity parity-page mutants drawn-mutants mutants-of-engine matrix lint lint-mypy lint-pyright lint-contracts site docs bench clean test-skyrl-client test-openrlhf test-trl demo-trl test-trl-teacher test-verl demo-verl test-embeddings test-weight-groups test-gyms test-slime show-trainers-layers
 .PHONY: environments environment-transformers environment-echo environment-trainer environment-trainers environment-sglang environment-sglang-server environment-vllm environment-vllm-server environment-openrlhf environment-trl environment-verl
 
 help: ## show this list
@@ -189,6 +189,12 @@ test-gateway: environment-$(BACKEND) ## record agents over BACKEND's real engine
 	@$(ENGINE_ENV) BACKEND=$(BACKEND) PYTHONPATH=tests/helpers OMP_NUM_THREADS=1 $(ENVIRONMENT)/bin/python -m pytest -q \
 		-c /dev/null -o asyncio_default_fixture_loop_scope=module --rootdir tests/serving --noconftest \
 		-p no:cacheprovider tests/serving/gateway_on_an_engine.py $(ARGS)
+
+test-front-ends: environment-$(BACKEND) ## two processes that answer for BACKEND's real engine: streams, aborts, updates, sleep, sessions
+	@$(ENVIRONMENT)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[serve]' pytest-asyncio
+	@$(ENGINE_ENV) BACKEND=$(BACKEND) PYTHONPATH=tests/helpers OMP_NUM_THREADS=1 $(ENVIRONMENT)/bin/python -m pytest -q \
+		-c /dev/null -o asyncio_default_fixture_loop_scope=module --rootdir tests/serving --noconftest \
+		-p no:cacheprovider tests/serving/front_ends_on_an_engine.py $(ARGS)
 
 test-embeddings: environment-$(BACKEND) ## /v1/embeddings of BACKEND beside what a plain forward pass computes
 	@$(ENVIRONMENT)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[serve]' openai pytest-asyncio
