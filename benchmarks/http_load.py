@@ -148,7 +148,7 @@ async def do(job: Job) -> Outcome:
 def _request(job: Job, rng: random.Random) -> bytes:
     prompt = [rng.randrange(97, 123) for _ in range(job.prompt_tokens)]
     body = json.dumps({**job.body, job.prompt_field: prompt}).encode()
-    headers = ("host: x", "content-type: application/json", f"content-length: {len(body)}")
+    headers = ("host: localhost", "content-type: application/json", f"content-length: {len(body)}")
     return "\r\n".join((f"POST {job.path} HTTP/1.1", *headers, "", "")).encode() + body
 
 

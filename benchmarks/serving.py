@@ -181,7 +181,7 @@ def prompt(index: int) -> list[int]:
 
 
 def request_head(path: str, data: bytes) -> bytes:
-    headers = ("host: x", "content-type: application/json", f"content-length: {len(data)}")
+    headers = ("host: localhost", "content-type: application/json", f"content-length: {len(data)}")
     return "\r\n".join((f"POST {path} HTTP/1.1", *headers, "", "")).encode()
 
 
@@ -199,9 +199,7 @@ class Client:
             self._reader, self._writer = await asyncio.open_connection("127.0.0.1", self._port, limit=1 << 26)
         assert self._reader is not None
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        head = (
-            f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
-        )
+        head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
         self._writer.write(head.encode() + data)
         headers = (await self._reader.readuntil(b"\r\n\r\n")).lower()
         if not headers.startswith(b"http/1.1 200"):
