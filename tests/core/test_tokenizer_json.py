@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
+import threading
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -14,7 +16,7 @@ from tokenizers import Tokenizer as Rust
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
-from drivetrain import ChatPrompt, EngineConfig, InvalidConfig, InvalidRequest, MissingDependency
+from drivetrain import ChatPrompt, EngineConfig, InvalidConfig, InvalidRequest, MissingDependency, TextPrompt
 from drivetrain.testing import ARCHITECTURES, VISION_ARCHITECTURES, tiny_model
 from drivetrain.text import chat_templates, tokenizer
 from drivetrain.text.tokenizer import Tokenizer
@@ -75,6 +77,8 @@ def check_same(folder: Path) -> None:
         for special in (True, False):
             ids = own(text, add_special_tokens=special)["input_ids"]
             assert ids == theirs(text, add_special_tokens=special)["input_ids"]
+            prompt = TextPrompt(text=text, add_special_tokens=special)
+            assert ids == Tokenizer(own).encode(prompt) == Tokenizer(theirs).encode(prompt)
         for skip in (True, False):
             everything = [*ids, *range(len(own)), 10**6]
             assert Tokenizer(own)(everything, skip_special_tokens=skip) == Tokenizer(theirs)(
@@ -85,6 +89,29 @@ def check_same(folder: Path) -> None:
 @pytest.mark.parametrize("architecture", sorted({*ARCHITECTURES, *VISION_ARCHITECTURES}))
 def test_tiny_models(architecture: str) -> None:
     check_same(tiny_model(architecture))
+
+
+@pytest.mark.parametrize("of_transformers", [False, True])
+def test_other_threads_run_while_a_long_text_is_tokenised(of_transformers: bool) -> None:
+    tokenizer = Tokenizer(both(tiny_model())[of_transformers])
+    begin, ran = threading.Lock(), []
+
+    def other() -> None:
+        with begin:
+            ran.append(True)
+
+    begin.acquire()
+    thread = threading.Thread(target=other)
+    thread.start()
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1000)  # a thread keeps the interpreter's lock until it gives it up
+    try:
+        begin.release()
+        tokenizer.encode(TextPrompt(text="abc " * 250_000))
+        assert ran
+    finally:
+        sys.setswitchinterval(before)
+        thread.join()
 
 
 def test_special_tokens_as_transformers_4_writes_them(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ from drivetrain.types.sampling import SamplingParams
 ParamsLike = SamplingParams | Mapping[str, object]
 _T = TypeVar("_T")
 
-_IN_LOOP: Final = 8192
+_IN_LOOP: Final = 2048
 """Most microseconds, estimated, of reading prompts in the event loop; a thread costs about 200."""
 
 _SEEDS_OF_A_HOLDER: Final = 1 << 40
@@ -301,9 +301,9 @@ def _takes_long(given: Sequence[Given]) -> bool:
             case TextPrompt(text=str(text)):
                 microseconds += len(text)
             case TokenPrompt(token_ids=tuple(ids)):
-                microseconds += len(ids) // 16
+                microseconds += len(ids) // 64
             case Sequence() if prompt and isinstance(prompt[0], int):
-                microseconds += len(prompt) // 16
+                microseconds += len(prompt) // 64
             case _:
                 return True  # a chat template is a program, and takes as long as it likes; others are refused
         microseconds += 16

@@ -24,8 +24,8 @@ class Conversation(NamedTuple):
 
     def and_then(self, message: Message) -> Conversation:
         """Return the conversation that goes on with ``message``."""
-        digest = hashlib.sha256(self.digest + _described(message)).digest()
-        return Conversation(digest, hashlib.sha256(digest + repr(message.content).encode()).digest())
+        digest, content = _digest(self.digest, _described(message)), message.content
+        return Conversation(digest, _digest(digest, content if isinstance(content, str) else repr(content)))
 
 
 def conversations(messages: Sequence[Message], adapter: str | None) -> list[Conversation]:
@@ -39,7 +39,11 @@ def conversations(messages: Sequence[Message], adapter: str | None) -> list[Conv
     return list(accumulate(messages, Conversation.and_then, initial=none_yet))[1:]
 
 
-def _described(message: Message) -> bytes:
+def _digest(before: bytes, text: str) -> bytes:
+    return hashlib.sha256(before + text.encode(errors="surrogatepass")).digest()
+
+
+def _described(message: Message) -> str:
     """Return a message's text form, the same for all forms in which clients send an answer back."""
     given = message.model_dump(exclude_unset=True)
     if message.role == "assistant":
@@ -50,7 +54,7 @@ def _described(message: Message) -> bytes:
         fields["calls"] = [_call(call) for call in calls] if isinstance(calls, list) else []
     else:
         fields = {name: value for name, value in given.items() if value is not None}
-    return json.dumps(_same_numbers(fields), sort_keys=True).encode()
+    return json.dumps(_same_numbers(fields), ensure_ascii=False, sort_keys=True)
 
 
 def _call(call: object) -> object:
