@@ -199,8 +199,7 @@ class Client:
             self._reader, self._writer = await asyncio.open_connection("127.0.0.1", self._port, limit=1 << 26)
         assert self._reader is not None
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
-        self._writer.write(head.encode() + data)
+        self._writer.write(request_head(path, data) + data)
         headers = (await self._reader.readuntil(b"\r\n\r\n")).lower()
         if not headers.startswith(b"http/1.1 200"):
             raise RuntimeError(f"{path}: {headers.decode()} {(await self._reader.read(2000)).decode()}")

@@ -426,7 +426,7 @@ def test_a_sender_does_not_wait_for_a_server_without_a_gpu(server: str) -> None:
     from datetime import timedelta
 
     from skyrl.backends.skyrl_train.weight_sync.control_plane import nccl_init_payloads
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     sync = SYNC([server], init_payload_fn=nccl_init_payloads)
     port = _free_port()
