@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false
 """verl's agent loop of one turn, which also writes the experts of each response to a file."""
 
 from __future__ import annotations
