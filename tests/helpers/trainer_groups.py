@@ -28,6 +28,7 @@ from engines import HANGING
 GREEDY = SamplingParams(max_new_tokens=12, temperature=0.0, logprobs=0, ignore_eos=True)
 BODY = {"model": "policy", "prompt": [5, 6, 7], "max_tokens": 12, "temperature": 0, "logprobs": 0, "ignore_eos": True}
 Tensor = dict[str, Any]
+GONE = "the trainer is gone"
 _names = itertools.count()
 
 
@@ -39,14 +40,17 @@ class Trainer:
         self._turn = asyncio.Lock()
 
     async def do(self, what: str, **more: object) -> str:
-        """Have the process carry out a command; return its error, or nothing."""
+        """Have the process carry out a command; return its error, or nothing. A dead process has an error too."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         async with self._turn:
             self.process.stdin.write(json.dumps({"do": what, **more}).encode() + b"\n")
-            await self.process.stdin.drain()
+            try:
+                await self.process.stdin.drain()
+            except ConnectionError:  # its end of the pipe can be seen before its exit
+                return GONE
             line = await self.process.stdout.readline()
-        return "the trainer is gone" if not line else str(json.loads(line)["error"])
+        return str(json.loads(line)["error"]) if line else GONE
 
 
 @asynccontextmanager
@@ -142,8 +146,7 @@ async def a_group(
     finally:
         for client in clients:
             await client.post("/destroy_weights_update_group", json={"group_name": name})
-        if trainer.process.returncode is None:
-            await trainer.do("destroy", group=name)
+        await trainer.do("destroy", group=name)
 
 
 def free_port() -> int:

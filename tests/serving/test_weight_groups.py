@@ -21,6 +21,7 @@ from drivetrain_fleet import InferenceEngineClient
 from drivetrain_serving import create_app
 from engines import HANGING
 from trainer_groups import (
+    GONE,
     GREEDY,
     Group,
     Tensor,
@@ -369,6 +370,13 @@ async def test_a_group_that_never_forms_is_given_up(engine: InferenceEngine) -> 
         assert answer.status_code == 504
         assert "ranks of the group 'weight_update_group' to join" in answer.json()["message"]
         assert (await client.get("/health")).status_code == 200
+
+
+async def test_commands_for_a_dead_trainer_return_an_error() -> None:
+    async with a_trainer() as dead:
+        dead.process.kill()
+        await dead.process.wait()
+        assert await dead.do("destroy", group="none") == GONE
 
 
 async def test_a_trainer_that_dies_in_a_bucket_leaves_the_old_weights(
