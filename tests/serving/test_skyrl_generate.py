@@ -92,6 +92,7 @@ async def test_the_ids_that_were_left(client: httpx.AsyncClient, engine: Inferen
     [
         ({"return_sample_support": True}, "top_k=None"),
         ({"return_sample_support": True, "sampling_params": {**PARAMS, "top_k": 1}}, "top_k=1"),
+        ({"return_sample_support": True, "sampling_params": {**PARAMS, "top_k": 2**31 - 1}}, "vocabulary's size"),
         ({"return_sample_support": 1}, "return_sample_support=1"),
         ({"sampling_params": {**PARAMS, "routed_experts_prompt_start": 5}}, "up to the prompt's length, 4"),
         ({"stream": True}, "stream=true"),

@@ -13,6 +13,7 @@ from drivetrain.errors import InvalidRequest
 from drivetrain.openai.choices import FINISH_REASON
 from drivetrain.types.capability import Capability
 from drivetrain.types.outputs import Completion
+from drivetrain_serving.http_layer.bodies import flag_of
 from drivetrain_serving.routed_experts import PackedExperts, expert_params
 from drivetrain_serving.served_engine import ServedEngine
 from drivetrain_serving.vllm import answer_types as types
@@ -31,7 +32,9 @@ class SkyrlGenerateRequest(GenerateRequest):
     """A request to ``/skyrl/v1/generate``."""
 
     return_sample_support: StrictBool | None = Field(
-        default=None, description="Return the ids that were left to draw each token from; needs top_k above 1."
+        default=None,
+        description="Return the ids that were left to draw each token from; needs top_k above 1 and up "
+        "to the vocabulary's size.",
     )
 
 
@@ -62,12 +65,12 @@ class SideChannels:
                 f"{_START}={shown(start)}: expected a number up to the prompt's length, {length}",
                 field=f"sampling_params.{_START}",
             )
-        wanted, top_k = body.get("return_sample_support"), given.get("top_k")
-        if not isinstance(wanted, bool | None):
-            raise InvalidRequest(f"return_sample_support={shown(wanted)}: expected true or false")
-        if wanted and not (type(top_k) is int and top_k > 1):
+        wanted, top_k = flag_of(body.get("return_sample_support"), "return_sample_support"), given.get("top_k")
+        most = served.engine.model_info.vocab_size
+        if wanted and not (type(top_k) is int and 1 < top_k <= most):
             raise InvalidRequest(
-                f"return_sample_support=true: sampling_params.top_k={shown(top_k)}; expected a number above 1",
+                f"return_sample_support=true: sampling_params.top_k={shown(top_k)}; expected a number above 1 and up "
+                f"to the vocabulary's size, {most}",
                 field="sampling_params.top_k",
             )
         self._experts = experts
