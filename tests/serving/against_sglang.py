@@ -128,6 +128,11 @@ ASKED: Final = (
     Asked("detokenize", "POST", "/detokenize", {"tokens": [104, 105]}),
     Asked("completion", "POST", "/v1/completions", {"model": "m", "prompt": [5, 6], "max_tokens": 4}, _OPENAI),
     Asked("chat", "POST", "/v1/chat/completions", {"model": "m", "messages": MESSAGES, "max_tokens": 4}, _OPENAI),
+    *(
+        Asked(f"chat with effort {effort}", "POST", "/v1/chat/completions",
+              {"messages": MESSAGES, "max_tokens": 4, "reasoning_effort": effort}, _OPENAI)
+        for effort in ("none", "low", 0.5, True, {})
+    ),
     Asked("wrong completion", "POST", "/v1/completions", {"model": "m", "prompt": [5], "temperature": -1}),
     Asked("completion without json", "POST", "/v1/completions", None, headers={"content-type": "application/json"}),
 )  # fmt: skip

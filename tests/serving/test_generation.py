@@ -416,9 +416,11 @@ async def test_wrong_options_of_a_stream_of_ids_are_refused(client: httpx.AsyncC
         ({"tool_choice": "required"}, "tool_choice"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
         ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"reasoning_effort": True}, "reasoning_effort"),
+        ({"reasoning_effort": {"effort": "low"}}, "reasoning_effort"),
     ],
 )
-async def test_fields_of_a_chat_that_need_another_one_are_refused_without_it(
+async def test_fields_of_a_chat_that_cannot_be_read_are_refused(
     client: httpx.AsyncClient, fields: dict[str, object], param: str
 ) -> None:
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]

@@ -324,10 +324,22 @@ async def test_options_of_no_stream_are_ignored_in_sglangs_dialect(
     await ok(sglang, "/v1/chat/completions", messages=[{"role": "user", "content": "a"}], **options)
 
 
-async def test_sglangs_templates_are_told_not_to_think_for_an_effort_of_none(served: InferenceEngine) -> None:
+@pytest.mark.parametrize("effort", ["none", "low", 0.5])
+async def test_an_effort_needs_no_template_that_reads_it(sglang: httpx.AsyncClient, effort: object) -> None:
+    asked = {"max_tokens": 2, "reasoning_effort": effort}
+    messages = [{"role": "user", "content": "a"}]
+    await ok(sglang, "/v1/completions", prompt=[5], **asked)
+    await ok(sglang, "/v1/chat/completions", messages=messages, **asked)
+    await ok(sglang, "/sessions/effort/v1/chat/completions", messages=messages, **asked)
+
+
+async def test_sglangs_templates_that_read_thinking_are_told_not_to(
+    served: InferenceEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = ServedEngine(served, ServerConfig())
+    monkeypatch.setattr(served.tokenizer.inner, "chat_template", "{{ thinking }}")
     for given, expected in (({}, {"thinking": False}), ({"thinking": True}, {"thinking": True})):
-        body = {"reasoning_effort": "none", "chat_template_kwargs": given}
+        body = {"messages": [], "reasoning_effort": "none", "chat_template_kwargs": given}
         assert translated(body, engine)["chat_template_kwargs"] == expected
 
 

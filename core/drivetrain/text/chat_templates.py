@@ -100,11 +100,16 @@ def _check_variables(inner: InnerTokenizer, given: Mapping[str, JsonValue]) -> N
             raise InvalidRequest(f"{name!r} is no variable of the chat template: {why}", field="template_kwargs")
 
 
+def reads_variable(template: str, name: str) -> bool:
+    """Return whether the source of a chat template has a variable's name."""
+    return re.search(rf"\b{re.escape(name)}\b", template) is not None
+
+
 def _check_template_reads(template: str, prompt: ChatPrompt) -> None:
     """Refuse variables that the template does not read; they would be dropped in silence."""
     given = [("tools", "tools")] if prompt.tools else []
     for field, name in [*given, *(("template_kwargs", name) for name in prompt.template_kwargs)]:
-        if not re.search(rf"\b{re.escape(name)}\b", template):
+        if not reads_variable(template, name):
             raise InvalidRequest(
                 f"this model's chat template does not read {shown(shown_name(name))}; leave it out", field=field
             )

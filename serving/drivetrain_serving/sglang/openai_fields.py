@@ -7,6 +7,7 @@ from typing import Final
 
 from drivetrain.checks.safe_repr import shown
 from drivetrain.errors import InvalidRequest
+from drivetrain.text.chat_templates import reads_variable
 from drivetrain_serving.served_engine import ServedEngine
 from drivetrain_serving.sglang.sampling import TOP_P_TOKEN_IDS
 
@@ -46,8 +47,10 @@ def translated(body: Mapping[str, object], served: ServedEngine) -> Mapping[str,
     if not fields.get("stream"):
         fields.pop("stream_options", None)  # SGLang ignores them then, and vLLM refuses them
     effort, variables = fields.get("reasoning_effort"), fields.get("chat_template_kwargs") or {}
-    if effort is not None and isinstance(variables, Mapping):
-        fields["chat_template_kwargs"] = {"thinking": effort != "none", **variables}
+    if effort is not None and "messages" in fields and isinstance(variables, Mapping):
+        template = served.engine.tokenizer.chat_template(()) or ""
+        thinking = {"thinking": effort != "none"} if reads_variable(template, "thinking") else {}
+        fields["chat_template_kwargs"] = {**thinking, **variables}
     priority = fields.get("priority")
     if isinstance(priority, int):
         fields["priority"] = -priority  # higher is sooner here; the routes read vLLM's order

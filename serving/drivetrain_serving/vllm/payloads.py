@@ -8,7 +8,6 @@ that would change the tokens and cannot be honoured is refused.
 from __future__ import annotations
 
 import json
-import re
 import uuid
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
@@ -22,6 +21,7 @@ from drivetrain.checks.safe_repr import shown
 from drivetrain.errors import InvalidRequest
 from drivetrain.openai.engine_calls import Call
 from drivetrain.openai.payloads import ChatPayload, CompletionPayload, parse
+from drivetrain.text.chat_templates import reads_variable
 from drivetrain.types.prompts import TokenPrompt
 from drivetrain.types.sampling import EbnfGrammar, JsonSchema, RegexGrammar, StructuredOutput
 from drivetrain.types.token_ids import TokenIds
@@ -175,9 +175,11 @@ def read_chat(body: Mapping[str, object], template: str, *, stream: bool) -> Cha
             field="continue_final_message",
         )
     effort, variables = fields.pop("reasoning_effort", None), fields.get("chat_template_kwargs") or {}
+    if isinstance(effort, bool) or not isinstance(effort, str | float | int | None):
+        raise InvalidRequest(f"reasoning_effort={shown(effort)}: expected a text", field="reasoning_effort")
     if effort is not None and isinstance(variables, Mapping):
         of_effort = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
-        read = {name: one for name, one in of_effort.items() if re.search(rf"\b{name}\b", template)}
+        read = {name: one for name, one in of_effort.items() if reads_variable(template, name)}
         fields["chat_template_kwargs"] = {**read, **variables}
     return _parsed(ChatRequest, fields, stream)
 
