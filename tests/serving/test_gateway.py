@@ -344,7 +344,7 @@ async def test_choices_count_as_turns(engine: InferenceEngine) -> None:
 
 async def test_choices_in_flight_count_as_turns(engine: InferenceEngine) -> None:
     async with gateway_of(engine, most_turns=4) as gateway:
-        long = asyncio.ensure_future(gateway.ask([user("hello")], n=3, max_tokens=700))
+        long = asyncio.ensure_future(gateway.ask([user("hello")], n=3, max_tokens=700, ignore_eos=True))
         await until_running(engine, 3)
         with pytest.raises(openai.BadRequestError, match="and the request makes 2"):
             await gateway.ask([user("hello")], n=2)
