@@ -24,7 +24,7 @@ class Sub(int):
 
 
 VALUES: list[Any] = [
-    *([], [1, 2], (1, 2), [0] * 5000, range(3), iter([1, 2]), [2**31, 2**70], [Named.END], [Sub(3)]),
+    *([], [1, 2], (1, 2), [0] * 5000, range(3), [2**31, 2**70], [Named.END], [Sub(3)]),
     *([1, True], [1, 1.0], [1, -1], [1, np.int64(3)], ["1"], [None], [[1]], "abc", b"abc", None, 5, {1: 2}),
     *(np.arange(3), {1, 2}),
 ]
@@ -37,17 +37,17 @@ def judged(adapter: TypeAdapter[Any], value: Any) -> object:
         return [(one["type"], one["loc"], one["msg"]) for one in error.errors(include_url=False)]
 
 
-@pytest.mark.parametrize("value", VALUES, ids=lambda value: repr(value)[:30])
+@pytest.mark.parametrize("value", VALUES, ids=[f"{place}: {type(one).__name__}" for place, one in enumerate(VALUES)])
 def test_values_are_judged_as_by_pydantic(value: Any) -> None:
-    again = list(value) if hasattr(value, "__next__") else value
-    if again is not value:
-        value = iter(again)
-        assert judged(CHECKED, value) == judged(PLAIN, iter(again))
-        return
+    expected = judged(PLAIN, value)
     found = judged(CHECKED, value)
-    assert found == judged(PLAIN, value)
-    if isinstance(found, tuple):
-        assert {type(one) for one in found} == {type(one) for one in judged(PLAIN, value)}  # type: ignore[attr-defined]
+    assert found == expected
+    if isinstance(found, tuple) and isinstance(expected, tuple):
+        assert [type(one) for one in found] == [type(one) for one in expected]
+
+
+def test_an_iterator_is_judged_as_by_pydantic() -> None:
+    assert judged(CHECKED, iter([1, 2])) == judged(PLAIN, iter([1, 2]))
 
 
 def test_the_schema_is_that_of_a_list_of_ids() -> None:

@@ -42,6 +42,7 @@ _LOADS: Final = (
     "loads.[].utilization",
 )
 _INTERNAL: Final = ("http_worker_ipc", "rid")
+_EFFORTS: Final[tuple[object, ...]] = ("none", "low", 0.5, True, {})
 """Fields of SGLang's messages between its processes."""
 
 
@@ -131,7 +132,7 @@ ASKED: Final = (
     *(
         Asked(f"chat with effort {effort}", "POST", "/v1/chat/completions",
               {"messages": MESSAGES, "max_tokens": 4, "reasoning_effort": effort}, _OPENAI)
-        for effort in ("none", "low", 0.5, True, {})
+        for effort in _EFFORTS
     ),
     Asked("wrong completion", "POST", "/v1/completions", {"model": "m", "prompt": [5], "temperature": -1}),
     Asked("completion without json", "POST", "/v1/completions", None, headers={"content-type": "application/json"}),
