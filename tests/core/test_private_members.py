@@ -28,7 +28,7 @@ FOREIGN = {
     "torch.distributed": "_Options options._devices options._timeout _start_coalescing _end_coalescing"
     " _get_default_store _new_process_group_helper _world",
     "Triton's interpreter": "_convert_float",
-    "transformers": "_attn_implementation Fast._decode type(inner)._decode gate._weight_fp32",
+    "transformers": "_attn_implementation Fast._decode type(inner)._decode Fast._encode_plus gate._weight_fp32",
     "SGLang": "_async_d2h _build_transcription_prompt _engine_paused _get_feat_extract_output_lengths"
     " manager._logical_rids"
     " _manager._dispatch_to_scheduler _request_dispatcher _scheduler_init_result",

@@ -159,10 +159,11 @@ class WeightTransferRoutes:
     async def init(self, request: Request) -> str:
         """Answer POST ``/init_weight_transfer_engine``, once every rank has joined."""
         info = (await read_fields(request, self._config, InitFields)).init_info
-        if not isinstance(info, dict):
-            raise InvalidRequest(f"init_info={shown(info)}: expected an object", field="init_info")
-        with self._groups.releasing(*(info.get(name) for name in ("master_address", "master_port", "world_size"))):
+        known = info if isinstance(info, dict) else {}
+        with self._groups.releasing(*(known.get(name) for name in ("master_address", "master_port", "world_size"))):
             self._require_gpu()
+            if not isinstance(info, dict):
+                raise InvalidRequest(f"init_info={shown(info)}: expected an object", field="init_info")
             join, chunk_bytes = join_of(info, self._config.weight_group_timeout), _chunk_bytes(info, "init_info")
             self._adapters.forget()
             await unless_disconnected(request.receive, self._groups.init(join))
