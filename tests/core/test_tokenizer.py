@@ -41,6 +41,7 @@ def test_a_tokenizer_that_decodes_otherwise_is_asked(inner: Any) -> None:
     ids = inner("quiet").input_ids
     assert Tokenizer(inner)(ids, skip_special_tokens=True) == "quiet"
     assert Tokenizer(loud)(ids, skip_special_tokens=True) == "QUIET"
+    assert Tokenizer(loud).encode(TextPrompt(text="quiet")) == ids
 
 
 TEXTS = ("", "a <|im_start|> b", "  Grüße \t😀\n\n", "long " * 20_000)

@@ -52,7 +52,7 @@ class Tokenizer:
             token.content for token in inner.added_tokens_decoder.values() if token.special
         )
         self._rust = _rust_of(inner)
-        self._encodes_in_rust = _encodes_in_rust(inner)
+        self._encoder = _encoder_of(inner)
 
     @classmethod
     def load(cls, config: EngineConfig) -> Tokenizer:
@@ -157,9 +157,9 @@ class Tokenizer:
 
     def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
         """Return the ids of a text."""
-        rust: Any = self._rust
-        # A caller of the tokenizer may have set these; transformers sets them back, which fails beside other threads.
-        if self._encodes_in_rust and rust.truncation is None and rust.padding is None:
+        rust = self._encoder
+        # Another caller of the tokenizer may have set these; transformers' wrapper sets them back.
+        if rust is not None and rust.truncation is None and rust.padding is None:
             (encoding,) = rust.encode_batch_fast([text], add_special_tokens=add_special_tokens)
             return list(encoding.ids)
         return list(self.inner(text, add_special_tokens=add_special_tokens)["input_ids"])
@@ -228,19 +228,21 @@ def _rust_of(inner: InnerTokenizer) -> Any:
     return inner.backend_tokenizer
 
 
-def _encodes_in_rust(inner: InnerTokenizer) -> bool:
-    """Return whether transformers' Python code adds nothing to what the Rust tokenizer makes of a text.
+def _encoder_of(inner: InnerTokenizer) -> Any:
+    """Return the Rust tokenizer that encodes for a fast tokenizer; None if a subclass overrides encoding in Python.
 
     ``encode_batch_fast`` keeps no offsets, which makes it a third faster, and lets other threads run meanwhile.
     """
     from drivetrain.text.tokenizer_json import TokenizerJson
 
     if isinstance(inner, TokenizerJson):
-        return True
+        return inner.backend_tokenizer
     from transformers import PreTrainedTokenizerFast as Fast
 
     own = (type(inner).__call__, getattr(type(inner), "_encode_plus", None))
-    return isinstance(inner, Fast) and own == (Fast.__call__, Fast._encode_plus) and not inner.split_special_tokens
+    if not isinstance(inner, Fast) or own != (Fast.__call__, Fast._encode_plus) or inner.split_special_tokens:
+        return None
+    return inner.backend_tokenizer
 
 
 class IncrementalDecoder:
