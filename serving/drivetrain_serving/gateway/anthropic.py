@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
@@ -11,6 +10,7 @@ from typing import Final
 from drivetrain.checks.safe_repr import shown
 from drivetrain.errors import DrivetrainError, InvalidRequest
 from drivetrain.openai.responses import FinishReasonName, ToolCallDelta
+from drivetrain.text.chat_templates import reads_variable
 from drivetrain.tool_calls.functions import as_arguments
 from drivetrain.tool_calls.schemas import Parameters
 from drivetrain_serving.gateway import answer_types as types
@@ -90,7 +90,7 @@ def to_chat(body: Mapping[str, object], template: str) -> Json:
     if isinstance(choice, Mapping) and flag_of(choice.get(_ONE_CALL), f"tool_choice.{_ONE_CALL}"):
         chat["parallel_tool_calls"] = False
     thinking = body.get("thinking")
-    if isinstance(thinking, Mapping) and re.search(r"\benable_thinking\b", template):
+    if isinstance(thinking, Mapping) and reads_variable(template, "enable_thinking"):
         given = chat.get("chat_template_kwargs") or {}
         chat["chat_template_kwargs"] = {"enable_thinking": thinking.get("type") != "disabled", **given}
     if chat.get("stream"):
